@@ -1,0 +1,1 @@
+"""Exact pair losses, MaxSim and choice losses: torch and Triton, nothing else."""

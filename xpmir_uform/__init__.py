@@ -1,0 +1,1 @@
+"""Train small multimodal embedding models reproducibly, as experimaestro tasks."""
