@@ -1,0 +1,1 @@
+"""Items, bags, edges, batches, decoding, keyed draws and sampling."""

@@ -1,0 +1,68 @@
+"""Items and bags: the records that data sets hold, samplers yield and batchers move."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+
+from xpmir_uform.data.vocabulary import Modality, Side
+
+Link = tuple[int, int] | tuple[int, int, float]
+"""``(anchor, other)`` or ``(anchor, other, weight)``, as positions in a bag's items."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One piece of content.
+
+    Args:
+        modality: what ``content`` is.
+        content: UTF-8 text or an encoded file.
+        key: the item's identity in its data set, 0 <= key < 2**64; every random draw about the item is keyed by it.
+        side: its part in late interaction.
+        group: its temperature group.
+        choices: legal answers, distinct byte values.
+        targets: their probabilities, which sum to one.
+    """
+
+    modality: Modality
+    content: bytes
+    key: int
+    side: Side = Side.NONE
+    group: int = 0
+    choices: bytes = b""
+    targets: tuple[float, ...] = ()
+
+    @classmethod
+    def text(cls, text: str, key: int, **others) -> "Item":
+        """A text item; ``others`` are the remaining fields."""
+        return cls(Modality.TEXT, text.encode("utf-8"), key, **others)
+
+    def __str__(self) -> str:
+        return f"item {self.key:#018x} ({self.modality.name.lower()}, {len(self.content)} bytes)"
+
+
+@dataclass(frozen=True, slots=True)
+class Bag:
+    """Items that belong together: they land on one device and in one microbatch.
+
+    Args:
+        items: at least one.
+        attract, repel, ignore: directed links between positions in ``items``; a symmetric relation lists both
+            directions.
+    """
+
+    items: tuple[Item, ...]
+    attract: tuple[Link, ...] = ()
+    repel: tuple[Link, ...] = ()
+    ignore: tuple[Link, ...] = ()
+
+    @classmethod
+    def alike(cls, items: Iterable[Item]) -> "Bag":
+        """Items that all attract one another."""
+        items = tuple(items)
+        return cls(items, attract=tuple(permutations(range(len(items)), 2)))
+
+
+def count_items(bags: Sequence[Bag]) -> int:
+    """The number of items in ``bags``."""
+    return sum(len(bag.items) for bag in bags)
