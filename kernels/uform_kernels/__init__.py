@@ -1,1 +1,9 @@
-"""Exact pair losses, MaxSim and choice losses: torch and Triton, nothing else."""
+"""Losses of embeddings as tiled kernels: pair losses, late interaction, choices. torch and, where there is one, triton.
+
+Usable on its own. Each operation has a plain definition (`reference`), a tiled form for any device (`chunked`) and
+a Triton form (`triton`); importing this package imports no triton, which a call does when it runs there.
+"""
+
+from .edges import Edges, check_disjoint, check_edges
+
+__all__ = ["Edges", "check_disjoint", "check_edges"]
