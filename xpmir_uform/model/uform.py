@@ -1,0 +1,146 @@
+"""UFormEncoder: the encoder and its heads as one experimaestro module.
+
+Letters: N items, T tokens, H hidden, W width of an embedding, G temperature groups.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from experimaestro import Param, field
+from torch import Tensor
+from xpm_torch import Module
+
+from xpmir_uform.data.decoding import decode
+from xpmir_uform.data.items import Item
+from xpmir_uform.data.shapes import ImageShape
+from xpmir_uform.data.vocabulary import Modality
+from xpmir_uform.model.encoder import Encoder
+from xpmir_uform.model.encoding import batches, check_readable, evaluating, most_tokens
+from xpmir_uform.model.files import check_fit, load_weights, save_weights
+from xpmir_uform.model.heads import PooledHead
+from xpmir_uform.model.initialisation import initialise
+from xpmir_uform.model.packing import Packed, pack
+
+
+class Outputs(NamedTuple):
+    """What one forward pass answers; the fields of a head that the model lacks are None.
+
+    Args:
+        states: (T, H) final-norm states, in item order.
+        embeddings: (N, W), not normalised.
+        inverse_temperature: (G,) float32 or wider. It and ``bias`` are answers of the forward pass so that
+            data-parallel wrappers reduce their gradients as any other parameter's.
+        bias: (G,).
+    """
+
+    states: Tensor
+    embeddings: Tensor | None = None
+    inverse_temperature: Tensor | None = None
+    bias: Tensor | None = None
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """Whether weight decay applies: to matrices and embeddings, not to norms, temperatures and biases.
+
+    Args:
+        name: as ``named_parameters`` of the model, or of a wrapper of it, gives it.
+    """
+    return parameter.ndim > 1 and name.rpartition(".")[2] not in ("log_inverse_temperature", "bias")
+
+
+class UFormEncoder(Module):
+    """A transformer over the bytes of texts and the patches of images, with its heads.
+
+    The initial weights are a function of this configuration alone.
+    """
+
+    __xpmid__ = "uform.encoder"
+
+    depth: Param[int]
+    """Number of transformer blocks."""
+
+    hidden: Param[int]
+    """Width of the states, a multiple of 128."""
+
+    image: Param[ImageShape | None] = field(default=None, ignore_default=True)  # type: ignore[assignment]
+    """How images are read; None: they are refused."""
+
+    pooled: Param[PooledHead | None] = field(default=None, ignore_default=True)  # type: ignore[assignment]
+    """The head that gives one embedding of each item."""
+
+    seed: Param[int] = field(default=0, ignore_default=True)  # type: ignore[assignment]
+    """Of the initial weights, in [0, 2**64)."""
+
+    def __initialize__(self):
+        with torch.random.fork_rng(devices=[]):
+            self.encoder = Encoder(self.depth, self.hidden, {m: shape.patch_values for m, shape in self.shapes.items()})
+            self.pooling = self.pooled.build(self.hidden) if self.pooled else None
+        initialise(self, self.seed, self.depth)
+
+    @property
+    def shapes(self) -> Mapping[Modality, ImageShape]:
+        """How each modality other than text is decoded."""
+        return {Modality.IMAGE: self.image} if self.image else {}
+
+    def forward(self, packed: Packed) -> Outputs:
+        """States and the answers of each head.
+
+        Raises:
+            ValueError: a modality that this model does not read.
+        """
+        states = self.encoder(packed)
+        if self.pooling is None:
+            return Outputs(states)
+        embeddings = self.pooling(states, packed.lengths)
+        return Outputs(states, embeddings, self.pooling.inverse_temperature(), self.pooling.bias)
+
+    def clamp_temperature(self) -> None:
+        """Bound the learned inverse temperatures in place; to be called after each optimizer step."""
+        if self.pooling is not None:
+            self.pooling.clamp_temperature()
+
+    @torch.no_grad()
+    def encode(self, items: Sequence[Item], batch_tokens: int = 16_384) -> Tensor:
+        """Embeddings of items, in evaluation mode and without a graph.
+
+        Args:
+            items: of any modality that the model reads.
+            batch_tokens: most tokens of one forward pass; an item with more comes alone. It changes results by rounding
+                alone.
+
+        Returns:
+            (N, W) in the order of ``items``, not normalised, on the device of the model.
+
+        Raises:
+            ValueError: an item is of another modality or unreadable, or the model has no pooled head.
+        """
+        self.initialize()
+        if self.pooling is None:
+            raise ValueError("this model has no pooled head: build it with pooled=PooledHead(...)")
+        check_readable(items, self.shapes)
+        sizes = np.array([most_tokens(item, self.shapes) for item in items], dtype=np.int64)
+        weight = self.pooling.projection.weight
+        embeddings = weight.new_empty((len(items), len(weight)))
+        with evaluating(self):
+            for batch in batches(sizes, batch_tokens):
+                packed = pack([decode(items[index], self.shapes) for index in batch]).to(weight.device)
+                embeddings[torch.from_numpy(batch).to(weight.device)] = self(packed).embeddings.to(weight.dtype)
+        return embeddings
+
+    def save_model(self, path: Path) -> None:
+        """Write the weights to a ``.safetensors`` file, or to ``model.safetensors`` in a folder."""
+        save_weights(self.state_dict(), path)
+
+    def load_model(self, path: Path) -> None:
+        """Read weights that :meth:`save_model` wrote; device and type of the model stay.
+
+        Raises:
+            ValueError: the file is damaged or of another model; the weights are then as they were.
+        """
+        self.initialize()
+        weights = load_weights(Path(path))
+        check_fit(weights, self.state_dict(), path)
+        self.load_state_dict(weights)
