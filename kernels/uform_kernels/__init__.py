@@ -5,5 +5,6 @@ a Triton form (`triton`); importing this package imports no triton, which a call
 """
 
 from .edges import Edges, check_disjoint, check_edges
+from .pair_loss import Normalizers, PairLoss, pair_loss, pair_normalizers
 
-__all__ = ["Edges", "check_disjoint", "check_edges"]
+__all__ = ["Edges", "Normalizers", "PairLoss", "check_disjoint", "check_edges", "pair_loss", "pair_normalizers"]
