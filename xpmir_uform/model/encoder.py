@@ -26,9 +26,11 @@ class Attention(nn.Module):
         self.input = nn.Linear(hidden, 3 * hidden, bias=False)
         self.output = nn.Linear(hidden, hidden, bias=False)
 
-    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], blocks: Sequence[tuple[int, int]]) -> Tensor:
-        query, key, value = self.input(x).unflatten(-1, (3, -1, HEAD_WIDTH)).unbind(1)  # (T, A, D)
-        return self.output(attend(rotate(query, *turn), rotate(key, *turn), value, blocks).flatten(1))
+    def forward(self, x: Tensor, turn: Tensor, blocks: Sequence[tuple[int, int]]) -> Tensor:
+        hidden = x.shape[-1]
+        both, value = self.input(x).unflatten(-1, (-1, HEAD_WIDTH)).tensor_split([2 * hidden // HEAD_WIDTH], dim=1)
+        query, key = rotate(both, turn).chunk(2, dim=1)  # (T, A, D)
+        return self.output(attend(query, key, value, blocks).flatten(1))
 
 
 class FeedForward(nn.Module):
@@ -55,7 +57,7 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(hidden, eps=EPSILON)
         self.feed_forward = FeedForward(hidden)
 
-    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], blocks: Sequence[tuple[int, int]]) -> Tensor:
+    def forward(self, x: Tensor, turn: Tensor, blocks: Sequence[tuple[int, int]]) -> Tensor:
         x = x + self.attention(self.attention_norm(x), turn, blocks)
         return x + self.feed_forward(self.feed_forward_norm(x))
 

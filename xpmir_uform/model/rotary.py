@@ -34,8 +34,8 @@ FREQUENCIES = np.stack([np.concatenate([BASE[m] ** (-np.arange(n) / n) for n in 
 """(modalities, F) float64: radians per step of the pair's axis."""
 
 
-def rotation(positions: Tensor, modalities: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The cosines and sines by which tokens turn.
+def rotation(positions: Tensor, modalities: Tensor, dtype: torch.dtype) -> Tensor:
+    """The complex unit numbers by which the pairs of each token turn.
 
     Args:
         positions: (T, 3) int, (frame, row, column).
@@ -43,23 +43,23 @@ def rotation(positions: Tensor, modalities: Tensor, dtype: torch.dtype) -> tuple
         dtype: float32 or float64.
 
     Returns:
-        Two (T, 1, F) tensors of ``dtype``.
+        (T, 1, F) complex, of the precision of ``dtype``.
     """
     axes = torch.from_numpy(AXES).to(positions.device)[modalities]
     frequencies = torch.from_numpy(FREQUENCIES).to(dtype).to(positions.device)[modalities]
     angles = (positions.gather(1, axes) * frequencies).unsqueeze(1)
-    return angles.cos(), angles.sin()
+    return torch.polar(torch.ones_like(angles), angles)
 
 
-def rotate(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (f, f + F) of coordinates.
+def rotate(vectors: Tensor, turn: Tensor) -> Tensor:
+    """Turn each pair (2 f, 2 f + 1) of coordinates, in one pass as a complex product.
 
     Args:
-        vectors: (T, A, 2 F).
-        cos, sin: (T, 1, F), as :func:`rotation` gives them.
+        vectors: (..., A, 2 F).
+        turn: (..., 1, F) complex, as :func:`rotation` gives it.
 
     Returns:
-        (T, A, 2 F) of the type of ``vectors``; formed in the wider of the two types.
+        (..., A, 2 F) of the type of ``vectors``; formed in the precision of ``turn``.
     """
-    first, second = vectors.unflatten(-1, (2, -1)).unbind(-2)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(vectors.dtype)
+    pairs = torch.view_as_complex(vectors.to(turn.real.dtype).unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turn).flatten(-2).to(vectors.dtype)
