@@ -1,1 +1,43 @@
-"""Train small multimodal embedding models reproducibly, as experimaestro tasks."""
+"""Train small multimodal embedding models reproducibly, as experimaestro tasks.
+
+Public names are imported when they are first used, so that the plain modules of the model and the data can be used
+without experimaestro, xpm-torch or lightning.
+"""
+
+from importlib import import_module
+
+_HOMES = {
+    "xpmir_uform.data.augmentation": ("PictureAugmentation",),
+    "xpmir_uform.data.batch": ("Batch",),
+    "xpmir_uform.data.datasets.emoji": ("EmojiBags", "EmojiCollection", "EmojiRetrieval"),
+    "xpmir_uform.data.items": ("Bag", "Item"),
+    "xpmir_uform.data.retrieval": ("Retrieval", "RetrievalSet"),
+    "xpmir_uform.data.sampling": ("BagSampler", "BagSource"),
+    "xpmir_uform.data.shapes": ("ImageShape",),
+    "xpmir_uform.data.tape": ("Tape",),
+    "xpmir_uform.data.vocabulary": ("Modality", "Side"),
+    "xpmir_uform.evaluation.retrieval": ("RetrievalEvaluation", "RetrievalValidation"),
+    "xpmir_uform.export.pretrained": ("load_model", "save_model"),
+    "xpmir_uform.learner.learner": ("UFormLearner",),
+    "xpmir_uform.losses.contrastive": ("ContrastiveLoss", "Negatives"),
+    "xpmir_uform.losses.forms": ("BalancedForm", "RankedForm", "SigmoidForm"),
+    "xpmir_uform.model.heads": ("PooledHead",),
+    "xpmir_uform.model.uform": ("UFormEncoder",),
+    "xpmir_uform.trainer.optimizers": ("adamw",),
+    "xpmir_uform.trainer.schedule": ("CosineSchedule",),
+    "xpmir_uform.trainer.trainer": ("UFormTrainer",),
+    "uform_kernels": ("Edges",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME_OF)
+
+
+def __getattr__(name: str):
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

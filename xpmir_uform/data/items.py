@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
+from xpmir_uform.data.draws import key_of
 from xpmir_uform.data.vocabulary import Modality, Side
 
 Link = tuple[int, int] | tuple[int, int, float]
@@ -33,9 +34,9 @@ class Item:
     targets: tuple[float, ...] = ()
 
     @classmethod
-    def text(cls, text: str, key: int, **others) -> "Item":
-        """A text item; ``others`` are the remaining fields."""
-        return cls(Modality.TEXT, text.encode("utf-8"), key, **others)
+    def text(cls, text: str, key: int | None = None, **others) -> "Item":
+        """A text item, keyed by its content unless ``key`` is given; ``others`` are the remaining fields."""
+        return cls(Modality.TEXT, text.encode("utf-8"), key_of(text) if key is None else key, **others)
 
     def __str__(self) -> str:
         return f"item {self.key:#018x} ({self.modality.name.lower()}, {len(self.content)} bytes)"

@@ -8,10 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import numpy as np
-from experimaestro import Config, Param, field
+from experimaestro import Config, Param
 from xpm_torch import Sampler
 
 from xpmir_uform.data import draws
+from xpmir_uform.data.fields import default
 from xpmir_uform.data.items import Bag
 
 
@@ -44,7 +45,7 @@ class BagSampler(Sampler):
     source: Param[BagSource]
     """The data set"""
 
-    deduplicate: Param[bool] = field(default=True, ignore_default=True)
+    deduplicate: Param[bool] = default(True)
     """Whether items with equal content are never each other's ambient negatives"""
 
     def initialize(self, random: np.random.RandomState | None):

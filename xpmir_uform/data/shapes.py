@@ -3,7 +3,9 @@
 The decoder and the model share them, so that a saved model carries all that decoding its inputs needs.
 """
 
-from experimaestro import Config, Param, field
+from experimaestro import Config, Param
+
+from xpmir_uform.data.fields import default
 
 
 class ImageShape(Config):
@@ -17,7 +19,7 @@ class ImageShape(Config):
     max_side: Param[int]
     """The longer side of an image after resizing, in pixels; at least ``patch_side``."""
 
-    channels: Param[int] = field(default=3, ignore_default=True)  # type: ignore[assignment]
+    channels: Param[int] = default(3)
     """3 (RGB) or 1 (grey)."""
 
     @property

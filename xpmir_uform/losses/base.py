@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 from experimaestro import Config, Param
-from experimaestro import field as config_field
 
 from xpmir_uform.data.batch import Batch
+from xpmir_uform.data.fields import default
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class BatchLoss(Config, ABC):
 
     __xpmid__ = "uform.batch-loss"
 
-    weight: Param[float] = config_field(default=1.0, ignore_default=True)
+    weight: Param[float] = default(1.0)
     """Its factor in the objective"""
 
     NAME: str

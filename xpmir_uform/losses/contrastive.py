@@ -6,10 +6,11 @@ Letters: N items of the global batch, d embedding width.
 from collections.abc import Sequence
 from enum import StrEnum
 
-from experimaestro import Meta, Param, field
+from experimaestro import Meta, Param
 from uform_kernels import pair_loss
 
 from xpmir_uform.data.batch import Batch
+from xpmir_uform.data.fields import default
 from xpmir_uform.losses.base import BatchLoss, Encoded, LossValue
 from xpmir_uform.losses.forms import PairForm, SigmoidForm
 
@@ -47,7 +48,7 @@ def contrastive(
         ignore=batch.ignore.to(device),
         form=form,
         negatives=str(negatives),
-        families=batch.families.to(device) if negatives is Negatives.ACROSS else None,
+        families=batch.modalities.to(device) if negatives is Negatives.ACROSS else None,
         ambient_weight=ambient_weight,
         inverse_temperature=encoded.inverse_temperature,
         bias=encoded.bias,
@@ -63,19 +64,19 @@ class ContrastiveLoss(BatchLoss):
 
     __xpmid__ = "uform.contrastive-loss"
 
-    form: Param[PairForm] = field(default_factory=SigmoidForm.C)
+    form: Param[PairForm] = default(factory=SigmoidForm.C)
     """How a row of scores becomes a loss"""
 
-    negatives: Param[Negatives] = field(default=Negatives.AMBIENT, ignore_default=True)
+    negatives: Param[Negatives] = default(Negatives.AMBIENT)
     """Which cells repel beside the repel edges"""
 
-    ambient_weight: Param[float] = field(default=1.0, ignore_default=True)
+    ambient_weight: Param[float] = default(1.0)
     """Weight of an ambient cell"""
 
-    matryoshka_dimensions: Param[list[int]] = field(default=[], ignore_default=True)
+    matryoshka_dimensions: Param[list[int]] = default([])
     """Prefix lengths at which the loss is taken, ascending; empty: the whole embedding alone"""
 
-    backend: Meta[str] = field(default="auto", ignore_default=True)
+    backend: Meta[str] = default("auto")
     """Kernel back end: ``auto``, ``reference``, ``chunked`` or ``triton``"""
 
     NAME = "contrastive"

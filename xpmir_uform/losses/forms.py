@@ -29,7 +29,7 @@ class SigmoidForm(PairForm):
 
 
 class RankedForm(PairForm):
-    """Mean over anchors of the pairwise logistic loss between attract and repel cells (RankNet, Burges et al., 2005)."""
+    """Mean over anchors of the pairwise logistic loss of attract against repel cells (RankNet, Burges et al., 2005)."""
 
     __xpmid__ = "uform.ranked-form"
 

@@ -13,10 +13,11 @@ from hashlib import sha256
 from importlib import metadata, resources
 
 import numpy as np
-from experimaestro import Config, Param, field
+from experimaestro import Config, Param
 from PIL import Image, ImageDraw, ImageFont
 
 from xpmir_uform.data import draws
+from xpmir_uform.data.fields import default
 from xpmir_uform.data.items import Bag, Item
 from xpmir_uform.data.retrieval import Retrieval, RetrievalSet
 from xpmir_uform.data.sampling import BagSource
@@ -113,13 +114,13 @@ class EmojiCollection(Config):
     languages: Param[list[str]]
     """Languages of the names, English first"""
 
-    held_out: Param[int] = field(default=300, ignore_default=True)
+    held_out: Param[int] = default(300)
     """How many emoji are kept from training"""
 
-    limit: Param[int] = field(default=0, ignore_default=True)
+    limit: Param[int] = default(0)
     """Keep this many emoji in all, held-out ones included; 0 keeps every one"""
 
-    split_seed: Param[int] = field(default=0, ignore_default=True)
+    split_seed: Param[int] = default(0)
     """Seed of the split"""
 
     @classmethod
@@ -174,7 +175,7 @@ class EmojiBags(BagSource):
     collection: Param[EmojiCollection]
     """Where the emoji come from"""
 
-    others: Param[int] = field(default=2, ignore_default=True)
+    others: Param[int] = default(2)
     """How many names in other languages a bag holds"""
 
     @cached_property

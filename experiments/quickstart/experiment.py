@@ -1,0 +1,57 @@
+"""Trains one small model on emoji pictures and their names in six languages, and tells how well it finds held-out ones.
+
+experimaestro run-experiment --workdir runs/workspace experiments/quickstart/full.yaml
+"""
+
+from experimaestro.experiments import configuration
+from experimaestro.experiments.configuration import ConfigurationBase
+
+from xpmir_uform import (
+    ContrastiveLoss,
+    EmojiBags,
+    EmojiCollection,
+    EmojiRetrieval,
+    PictureAugmentation,
+    RetrievalEvaluation,
+    RetrievalValidation,
+)
+from xpmir_uform.experiments import ModelSettings, TrainingSettings, UFormExperiment, form_of, uform_experiment
+from xpmir_uform.reports.quickstart import QuickstartRun, report
+
+DIRECTIONS = ("text-text", "text-image", "image-text")
+
+
+@configuration
+class Quickstart(ConfigurationBase):
+    """What the YAML file sets."""
+
+    seed: int = 1
+    form: str = "ranked"
+    held_out: int = 300
+    limit: int = 0
+    shift: int = 2
+    noise: float = 4.0
+    model: ModelSettings = ModelSettings()
+    training: TrainingSettings = TrainingSettings()
+
+
+@uform_experiment()
+def run(helper: UFormExperiment, settings: Quickstart):
+    """Trains, evaluates before and after, and prints the report."""
+    collection = EmojiCollection.installed(held_out=settings.held_out, limit=settings.limit)
+    retrievals = {name: EmojiRetrieval.C(collection=collection, direction=name) for name in DIRECTIONS}
+    model = settings.model.config(settings.seed)
+    learner = settings.training.learner(
+        model,
+        EmojiBags.C(collection=collection),
+        [ContrastiveLoss.C(form=form_of(settings.form))],
+        seed=settings.seed,
+        augmentation=PictureAugmentation.C(shift=settings.shift, noise=settings.noise),
+        listeners=[RetrievalValidation.C(id="validation", retrieval=retrievals["text-image"])],
+    )
+    trained = helper.train(learner, form=settings.form, seed=settings.seed)
+    before, after = (RetrievalEvaluation.C(model=model, retrievals=retrievals) for _ in range(2))
+    helper.submit(before)
+    helper.submit(after, init_tasks=[trained.learned_model])
+    helper.wait()
+    report(QuickstartRun(learner, trained.learned_model, before, after, collection.instance(), helper.xp.resultspath))

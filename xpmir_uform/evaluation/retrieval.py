@@ -1,0 +1,151 @@
+"""Retrieval with a model's pooled embeddings: a task, and a listener that watches training.
+
+The model is known by its methods alone: ``encode(items) -> (N, d)`` and ``save_model(folder)``.
+"""
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from experimaestro import Meta, Param, Task, pathgenerator, tqdm
+from xpm_torch import Module
+from xpm_torch.learner import Learner, LearnerListener, LearnerListenerStatus
+from xpm_torch.trainers.context import TrainerContext, TrainState
+
+from xpmir_uform.data.fields import default
+from xpmir_uform.data.retrieval import Retrieval, RetrievalSet
+from xpmir_uform.evaluation.measures import MEASURES, chance, measure
+from xpmir_uform.evaluation.search import cosine_search
+
+logger = logging.getLogger(__name__)
+
+DEPTH = 1000
+
+
+def rank(model: Any, retrieval: Retrieval, depth: int = DEPTH) -> torch.Tensor:
+    """(Q, min(depth, D)) int64: the nearest documents of each query."""
+    queries, documents = model.encode(retrieval.queries), model.encode(retrieval.documents)
+    return cosine_search(queries, documents, depth).cpu()
+
+
+class RetrievalValidation(LearnerListener):
+    """Measures retrieval on held-out items after training epochs and keeps the best model.
+
+    Every ``interval`` epochs, and after the last, the measures are logged as ``ID/MEASURE``; the weights of the epoch
+    with the highest ``measure``, the earliest of equals, are kept. Its output is a loader of those weights.
+    """
+
+    __xpmid__ = "uform.retrieval-validation"
+
+    retrieval: Param[RetrievalSet]
+    """What is searched"""
+
+    measure: Param[str] = default("MRR")
+    """The measure that decides which epoch is the best: MRR, R@1, R@10 or nDCG@10"""
+
+    interval: Param[int] = default(1)
+    """Epochs between two validations"""
+
+    bestpath: Annotated[Path, pathgenerator("best")]
+    """Where the best weights are"""
+
+    historypath: Annotated[Path, pathgenerator("history.json")]
+    """The measures of every validation, by epoch"""
+
+    def __validate__(self):
+        if self.measure not in MEASURES:
+            raise ValueError(f"measure is {self.measure!r}, expected one of {', '.join(MEASURES)}")
+        if self.interval < 1:
+            raise ValueError(f"interval is {self.interval}, expected at least 1")
+
+    def initialize(self, learner: Learner, context: TrainerContext) -> None:
+        """Loads what is searched and what earlier runs of this task measured."""
+        super().initialize(learner, context)
+        self.loaded = self.retrieval.load()
+        self.historypath.parent.mkdir(parents=True, exist_ok=True)
+        self.history: dict[str, dict[str, float]] = {}
+        if self.historypath.exists():
+            self.history = json.loads(self.historypath.read_text())
+
+    def init_task(self, learner: Learner, dep, add_action):
+        """A loader of the best weights."""
+        return dep(learner.model.loader_config(self.bestpath / TrainState.MODEL_DIR))
+
+    def update_metrics(self, metrics: dict[str, float]) -> None:
+        """Adds the best measures."""
+        if self.history:
+            best = max(self.history.values(), key=lambda values: values[self.measure])
+            metrics.update({f"{self.id}/best/{name}": value for name, value in best.items()})
+
+    def __call__(self, state: TrainState) -> LearnerListenerStatus:
+        """Validates after an epoch; asks neither to stop nor to go on."""
+        due = state.epoch % self.interval == 0 or state.epoch == self.learner.max_epochs
+        if due and self.context.is_global_zero():
+            self.validate(state)
+        return LearnerListenerStatus.NO_DECISION
+
+    def validate(self, state: TrainState) -> None:
+        """Measures, logs, keeps the weights if they are the best so far, and then records the epoch."""
+        model = getattr(state.model, "_original_module", state.model)
+        values = measure(rank(model, self.loaded), self.loaded.relevant)
+        logger.info("epoch %d, %s: %s", state.epoch, self.id, values)
+        for name, value in values.items():
+            self.context.metrics_logger.log_scalar(f"{self.id}/{name}", value, state.step)
+        earlier = [past[self.measure] for epoch, past in self.history.items() if int(epoch) < state.epoch]
+        if all(values[self.measure] > value for value in earlier):
+            self.context.copy(self.bestpath)
+        self.history[str(state.epoch)] = values
+        part = self.historypath.with_suffix(".part")
+        part.write_text(json.dumps(self.history, indent=1))
+        os.replace(part, self.historypath)
+
+
+class RetrievalEvaluation(Task):
+    """Measures a model on search problems and records its rankings.
+
+    Submitted with a loader of weights among its init tasks it measures a trained model, without one the initial
+    weights, which are a function of the model's configuration.
+    """
+
+    __xpmid__ = "uform.retrieval-evaluation"
+
+    model: Param[Module]
+    """What encodes"""
+
+    retrievals: Param[dict[str, RetrievalSet]]
+    """The search problems by name"""
+
+    depth: Param[int] = default(10)
+    """How many of each query's documents are recorded"""
+
+    device: Meta[str] = default("auto")
+    """Where the model runs; ``auto``: the GPU if there is one"""
+
+    resultspath: Annotated[Path, pathgenerator("results.json")]
+    """By problem: the measures, those of chance, and each query's nearest documents"""
+
+    def execute(self) -> None:
+        """Writes the results."""
+        self.model.initialize()
+        automatic = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model.to(automatic if self.device == "auto" else self.device)
+        results = {
+            name: self.evaluate(name)
+            for name in tqdm(iter(self.retrievals), total=len(self.retrievals), desc="Evaluating")
+        }
+        self.resultspath.write_text(json.dumps(results))
+
+    def evaluate(self, name: str) -> dict[str, Any]:
+        """The results of one problem."""
+        retrieval = self.retrievals[name].load()
+        ranking = rank(self.model, retrieval)
+        return {
+            "measures": measure(ranking, retrieval.relevant),
+            "chance": chance(len(retrieval.documents), retrieval.relevant),
+            "queries": len(retrieval.queries),
+            "documents": len(retrieval.documents),
+            "nearest": ranking[:, : self.depth].tolist(),
+        }

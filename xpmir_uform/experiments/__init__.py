@@ -1,0 +1,6 @@
+"""What experiment files share: settings, and a helper that trains, waits and reports failures."""
+
+from xpmir_uform.experiments.helper import UFormExperiment, uform_experiment
+from xpmir_uform.experiments.settings import ModelSettings, TrainingSettings
+
+__all__ = ["ModelSettings", "TrainingSettings", "UFormExperiment", "uform_experiment"]

@@ -1,0 +1,104 @@
+"""The helper that an experiment's ``run`` receives."""
+
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from experimaestro import Task
+from tqdm import tqdm
+from xpm_torch.experiments import LearningExperimentHelper
+from xpm_torch.learner import Learner, LearnerOutput
+
+SHOWN_LINES = 30
+POLL_SECONDS = 0.2
+
+
+class UFormExperiment(LearningExperimentHelper):
+    """Submits tasks, shows their progress, and fails when one of them fails.
+
+    experimaestro's own command ends with status 0 whatever happens to its jobs.
+    """
+
+    def __init__(self, callable):
+        super().__init__(callable)
+        self.submitted: list[Task] = []
+
+    def train(self, learner: Learner, **tags: str | int | float) -> LearnerOutput:
+        """Submits a learner under ``tags`` and links its TensorBoard folder into the experiment's.
+
+        A learner without a tag would have no name there, and its log folder exists only once it is submitted.
+        """
+        if not tags:
+            raise ValueError("train() was given no tag, expected at least one, such as seed=1: runs are named by tags")
+        for name, value in tags.items():
+            learner.tag(name, value)
+        output = self.submit(learner)
+        self.monitoring_service.add(learner, learner.logpath)
+        return output
+
+    def submit(self, task: Task, **kwargs):
+        """Submits a task and remembers it; answers what ``task.submit`` does."""
+        output = task.submit(**kwargs)
+        self.submitted.append(task)
+        return output
+
+    def wait(self) -> None:
+        """Shows a bar for each job until all have ended.
+
+        Raises:
+            SystemExit: a job failed; its last lines have been printed.
+        """
+        for task in self.submitted:
+            watch(job_of(task))
+        self.xp.wait()
+        failed = [job for job in map(job_of, self.submitted) if job.state.is_error()]
+        for job in failed:
+            print(failure(job), file=sys.stderr)
+        if failed:
+            raise SystemExit(1)
+
+    def run(self, args, configuration) -> None:
+        """Runs the experiment; a failed job makes the command fail."""
+        super().run(args, configuration)
+        self.wait()
+
+
+def job_of(task: Any) -> Any:
+    """The job of a submitted task."""
+    return task.__xpm__.job
+
+
+def watch(job) -> None:
+    """Shows the progress of one job until it ends."""
+    name = job.type.identifier.name if hasattr(job, "type") else str(job.relpath)
+    with tqdm(
+        total=100, desc=name, unit="%", bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed} {postfix}"
+    ) as bar:
+        while not job.state.finished():
+            levels = job.progress
+            if levels:
+                bar.n = 100 * levels[0].progress
+                bar.set_postfix_str(levels[-1].desc or "")
+            time.sleep(POLL_SECONDS)
+        if not job.state.is_error():
+            bar.n = 100
+        bar.set_postfix_str(str(job.state))
+
+
+def failure(job) -> str:
+    """What a failed job printed last."""
+    return f"\n{job.relpath} failed. The last lines of {job.stderr}:\n{last_lines(job.stderr)}"
+
+
+def last_lines(path: Path, count: int = SHOWN_LINES) -> str:
+    """The last lines of a log, or why there are none."""
+    try:
+        with path.open(errors="replace") as file:
+            return "".join(deque(file, count))
+    except OSError as error:
+        return f"(no log: {error})"
+
+
+uform_experiment = UFormExperiment.decorator

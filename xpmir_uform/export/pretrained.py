@@ -1,0 +1,28 @@
+"""A model's configuration and weights in one folder, in the layout of xpm-torch's model hub."""
+
+from pathlib import Path
+
+from xpm_torch import ModuleLoader
+from xpm_torch.huggingface import TorchHFHub
+
+from xpmir_uform.model.uform import UFormEncoder
+
+
+def save_model(loader: ModuleLoader, folder: Path) -> None:
+    """Writes ``experimaestro.json`` and ``model.safetensors``.
+
+    Args:
+        loader: of trained weights, as a learner's output or a validation offers it; its task has ended.
+    """
+    TorchHFHub(loader).save_pretrained(folder)
+
+
+def load_model(folder: str | Path) -> UFormEncoder:
+    """The model in a folder that :func:`save_model` wrote (or in a repository of the hub), in evaluation mode.
+
+    Raises:
+        ValueError: the folder holds no model, or the weights do not fit it.
+    """
+    if Path(folder).is_dir() and not (Path(folder) / TorchHFHub.definition_filename).is_file():
+        raise ValueError(f"{folder} holds no {TorchHFHub.definition_filename}, expected a folder that save_model wrote")
+    return TorchHFHub.from_pretrained(str(folder)).eval()

@@ -1,0 +1,1 @@
+"""The learner: checkpoints, resuming and logging around xpm-torch's ``Learner``."""

@@ -1,0 +1,209 @@
+"""The task that trains."""
+
+import logging
+from collections.abc import Iterator
+from time import perf_counter
+
+import numpy as np
+import torch
+from experimaestro import Meta, ResumableTask, tqdm
+from xpm_torch.batchers import RecoverableOOMError
+from xpm_torch.context import InitializationHook
+from xpm_torch.learner import Learner, LearnerListenerStatus, LearnerOutput
+from xpm_torch.metrics import Metrics, ScalarMetric
+from xpm_torch.optim import OptimizationHook, ScheduledOptimizer
+from xpm_torch.trainers.context import StepTrainingHook, TrainState
+
+from xpmir_uform.data.fields import default
+from xpmir_uform.learner import checkpoint
+from xpmir_uform.learner.context import UFormContext
+
+logger = logging.getLogger(__name__)
+
+
+class UFormLearner(Learner, ResumableTask):
+    """Trains a model; killed at any moment and run again, it goes on from its last checkpoint.
+
+    An epoch is ``steps_per_epoch`` optimizer steps: after each, metrics are logged, a checkpoint may be saved and the
+    listeners are called. The last epoch is always saved.
+    """
+
+    __xpmid__ = "uform.learner"
+
+    keep: Meta[int] = default(2)
+    """How many of the newest checkpoints are kept"""
+
+    checkpoint_steps: Meta[int] = default(0)
+    """Also save whenever this many steps have been made; 0: at the ends of epochs alone"""
+
+    def __validate__(self):
+        super().__validate__()
+        for name in ("max_epochs", "steps_per_epoch", "keep", "checkpoint_interval"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
+
+    def __submit__(self, dep, add_action):
+        """The trained model and what the listeners offer; checkpoints of epochs are pruned, so none is promised."""
+        learned_model = dep(self.model.loader_config(self.last_checkpoint_path / TrainState.MODEL_DIR))
+        add_action(self.model.export_action(learned_model, default_name="last"))
+        return LearnerOutput(
+            listeners={listener.id: listener.init_task(self, dep, add_action) for listener in self.listeners},
+            learned_model=learned_model,
+            checkpoints={},
+        )
+
+    def execute(self) -> None:
+        """Trains to the end, or until every listener asks to stop."""
+        fabric = self.fabric_config.get_fabric()
+        fabric.launch()
+        self._initialize(fabric)
+        self._wrap(fabric)
+        self._train(fabric)
+        self._report_hyperparameters(fabric)
+
+    def _initialize(self, fabric) -> None:
+        """Builds context, model, trainer, listeners and optimizers, in the order of the stock learner."""
+        self.optimizer = ScheduledOptimizer()
+        self.context = UFormContext(
+            self.logpath,
+            self.checkpointspath,
+            self.max_epochs,
+            self.steps_per_epoch,
+            self.trainer,
+            self.model,
+            self.optimizer,
+            fabric=fabric,
+            keep=self.keep,
+        )
+        for hook in self.hooks:
+            self.context.add_hook(hook)
+        for hook in self.context.hooks(InitializationHook):
+            hook.before(self.context)
+        self._seed()
+        with fabric.init_module():
+            self.trainer.initialize(self.random.state, self.context)
+        for listener in self.listeners:
+            listener.initialize(self, self.context)
+        self.optimizer.initialize(
+            self.optimizers,
+            self.max_epochs * self.steps_per_epoch,
+            self.model,
+            use_scaler=False,
+            hooks=[hook for hook in self.hooks if isinstance(hook, OptimizationHook)],
+            trainer_context=self.context,
+        )
+        self.trainer.pre_train_setup(fabric)
+
+    def _seed(self) -> None:
+        """Seeds the global generators for code that is not ours: ours draws by key."""
+        seed = self.random.state.randint((2**32) - 1)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+
+    def _wrap(self, fabric) -> None:
+        """Hands model and optimizers to Fabric."""
+        self.model = self.model.setup_with_fabric(fabric)
+        wrapped = fabric.setup_optimizers(*self.optimizer.optimizers)
+        # Fabric answers one optimizer alone, not in a sequence.
+        self.optimizer.optimizers = list(wrapped) if isinstance(wrapped, (list, tuple)) else [wrapped]
+        self.context.state.model = self.context.state._fabric_model = self.model
+        self.trainer.model = self.trainer._fabric_model = self.model
+        for hook in self.context.hooks(InitializationHook):
+            hook.after(self.context)
+
+    def _train(self, fabric) -> None:
+        with tqdm(total=self.max_epochs, desc=f"Training ({self.max_epochs} epochs)") as progress:
+            for state in self.iter_train(fabric):
+                progress.update(state.epoch - progress.n)
+                if self._ask_listeners(fabric, state) == LearnerListenerStatus.STOP:
+                    logger.warning("stopping after epoch %d since every listener asks for it", state.epoch)
+                    break
+
+    def iter_train(self, fabric) -> Iterator[TrainState]:
+        """Trains, and yields the state at the end of each epoch, its metrics logged and its checkpoint saved."""
+        self.context.load_bestcheckpoint(self.max_epochs)
+        if self.context.steps == 0:
+            self._save(fabric)
+        elif self._epoch_is_whole():
+            yield self._end_epoch(fabric)
+        batches = self.trainer.iter_batches()
+        while self.context.steps < self.max_epochs * self.steps_per_epoch:
+            self._train_epoch(fabric, batches)
+            yield self._end_epoch(fabric)
+
+    def _epoch_is_whole(self) -> bool:
+        return self.context.steps % self.steps_per_epoch == 0
+
+    def _train_epoch(self, fabric, batches: Iterator) -> None:
+        """Makes the steps that the current epoch still lacks."""
+        if self._epoch_is_whole():
+            self.context.nextepoch()
+            self.context.epoch_metrics = Metrics()
+        self.context.state.model.train()
+        done = self.context.steps % self.steps_per_epoch
+        with (
+            self.context,
+            tqdm(
+                leave=False, initial=done, total=self.steps_per_epoch, desc=f"Train - epoch #{self.context.epoch}"
+            ) as progress,
+        ):
+            for _ in range(done, self.steps_per_epoch):
+                self._step(next(batches))
+                progress.update(1)
+                self._save_between(fabric)
+
+    def _step(self, batch) -> None:
+        """One optimizer step, repeated with smaller microbatches when memory runs out."""
+        self.context.nextbatch()
+        start = perf_counter()
+        while True:
+            try:
+                with self.context.step(self.context.epoch_metrics):
+                    for hook in self.context.hooks(StepTrainingHook):
+                        hook.before(self.context)
+                    self.trainer.process_batch(batch)
+                    self.context.add_metric(ScalarMetric("step_seconds", perf_counter() - start, 1))
+                break
+            except RecoverableOOMError:
+                logger.warning("out of memory: the step is run again with smaller microbatches")
+        for hook in self.context.hooks(StepTrainingHook):
+            hook.after(self.context)
+        self.context.state.path = None
+
+    def _save_between(self, fabric) -> None:
+        if self.checkpoint_steps and self.context.steps % self.checkpoint_steps == 0 and not self._epoch_is_whole():
+            self._save(fabric)
+
+    def _end_epoch(self, fabric) -> TrainState:
+        """Logs and saves; doing it again after a resume changes nothing."""
+        metrics = checkpoint.metrics_from_json(checkpoint.metrics_to_json(self.context.epoch_metrics))
+        metrics.all_reduce(fabric).report(self.context.steps, self.context.metrics_logger, "train")
+        self.context.metrics_logger.flush()
+        epoch = self.context.epoch
+        if epoch % self.checkpoint_interval == 0 or epoch == self.max_epochs:
+            self._save(fabric)
+        return self.context.state
+
+    def _save(self, fabric) -> None:
+        self.context.save_checkpoint()
+        fabric.barrier()
+
+    def _ask_listeners(self, fabric, state: TrainState) -> LearnerListenerStatus:
+        """The listeners' decision, the same on every rank."""
+        decision = LearnerListenerStatus.NO_DECISION
+        for listener in self.listeners:
+            decision = decision.update(listener(state))
+        value = fabric.broadcast(torch.tensor(decision.value, device=fabric.device), src=0)
+        decision = LearnerListenerStatus(int(value))
+        if decision == LearnerListenerStatus.STOP:
+            self._save(fabric)
+        return decision
+
+    def _report_hyperparameters(self, fabric) -> None:
+        if fabric.is_global_zero:
+            metrics: dict[str, float] = {}
+            for listener in self.listeners:
+                listener.update_metrics(metrics)
+            self.context.metrics_logger.log_hparams(getattr(self, "__tags__", {}), metrics)
+            self.context.metrics_logger.close()
+        fabric.barrier()

@@ -1,0 +1,1 @@
+"""Reports: tables and pictures of what runs produced."""
