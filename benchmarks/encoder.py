@@ -2,9 +2,9 @@
 
     python benchmarks/encoder.py [--quick]
 
-Both ways share weights and rounds; the padded way is a plain dense transformer with a key-padding mask. Their outputs and
-gradients are compared before anything is timed. The command fails when the ratio misses its target. On two cores it
-takes about half a minute (``--quick``: ten seconds).
+Both ways share weights and rounds; the padded way is a plain dense transformer with a key-padding mask. Their outputs
+and gradients are compared before anything is timed. The command fails when the ratio misses its target. On two cores
+it takes about half a minute (``--quick``: ten seconds).
 
 Letters: N items, L longest length, H hidden.
 """
