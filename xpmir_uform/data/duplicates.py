@@ -51,12 +51,12 @@ def ignore_duplicates(hashes: np.ndarray, attract: Edges, repel: Edges, ignore: 
     links = _links(attract, things.numbers)
     joined, times = _joined(things.numbers[links], len(things.sizes))
     i, j = things.expand(things.repeated(joined))
-    codes = (i * items + j)[i != j]
+    found = (i * items + j)[i != j]
     # The opposite cell of the one link between two things has no duplicate to blame.
     one, other = links[:, times == 1]
-    explicit = [_codes(edges) for edges in (attract, repel, ignore)]
-    codes = codes[np.isin(codes, np.concatenate([*explicit, one * items + other, other * items + one]), invert=True)]
-    return _edges(np.sort(np.concatenate([codes, explicit[2]])), items)
+    explicit = np.concatenate([_codes(attract), _codes(repel), _codes(ignore)])
+    found = _without(found, np.concatenate([explicit, one * items + other, other * items + one]))
+    return _edges(np.sort(np.concatenate([found, _codes(ignore)])), items)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +91,16 @@ class _Things:
     def expand(self, pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The items i and j of every cell between the things of each pair."""
         heights, widths = self.sizes[pairs]
-        cells = heights * widths
-        pair = np.repeat(np.arange(pairs.shape[1]), cells)
-        row, column = np.divmod(np.arange(cells.sum()) - (np.cumsum(cells) - cells)[pair], widths[pair])
         above, left = self.starts[pairs]
-        return self.order[above[pair] + row], self.order[left[pair] + column]
+        rows = self.order[_ranges(above, heights)]
+        widths, left = np.repeat(widths, heights), np.repeat(left, heights)
+        return np.repeat(rows, widths), self.order[_ranges(left, widths)]
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """``starts[0], starts[0] + 1, ...``, ``lengths[0]`` of them, then those of ``starts[1]``, and so on."""
+    ends = np.cumsum(lengths)
+    return np.arange(lengths.sum()) + np.repeat(starts - (ends - lengths), lengths)
 
 
 def _links(attract: Edges, things: np.ndarray) -> np.ndarray:
@@ -117,7 +122,17 @@ def _codes(edges: Edges) -> np.ndarray:
     return (edges.anchors() * edges.rows + edges.ids).numpy()
 
 
+def _without(codes: np.ndarray, removed: np.ndarray) -> np.ndarray:
+    """``codes``, sorted, but for those in ``removed``."""
+    codes = np.sort(codes)
+    places = np.searchsorted(codes, removed)
+    hits = places[places < len(codes)]
+    hits = hits[codes[hits] == removed[places < len(codes)]]
+    return np.delete(codes, hits)
+
+
 def _edges(codes: np.ndarray, items: int) -> Edges:
-    anchors, ids = np.divmod(codes, items)
-    offsets = np.searchsorted(anchors, np.arange(items + 1))
-    return Edges(torch.from_numpy(offsets), torch.from_numpy(ids))
+    """The edges of sorted ``codes``."""
+    anchors = np.arange(items)
+    offsets = np.searchsorted(codes, np.append(anchors, items) * items)
+    return Edges(torch.from_numpy(offsets), torch.from_numpy(codes - np.repeat(anchors * items, np.diff(offsets))))
