@@ -72,7 +72,9 @@ def plain(encoder: Encoder, segment: Segment) -> np.ndarray:
             scores = np.exp(turned(query, segment) @ turned(key, segment).T / 8)
             heads.append(scores / scores.sum(axis=1, keepdims=True) @ value)
         x = x + np.concatenate(heads, axis=1) @ w[at + "attention.output.weight"].T
-        gate, value = np.split(norm(x, w[at + "feed_forward_norm.weight"]) @ w[at + "feed_forward.input.weight"].T, 2, 1)
+        gate, value = np.split(
+            norm(x, w[at + "feed_forward_norm.weight"]) @ w[at + "feed_forward.input.weight"].T, 2, 1
+        )
         x = x + gate / (1 + np.exp(-gate)) * value @ w[at + "feed_forward.output.weight"].T
     return norm(x, w["norm.weight"])
 
