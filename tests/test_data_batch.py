@@ -16,6 +16,15 @@ from xpmir_uform.data.tape import Tape
 from xpmir_uform.data.vocabulary import Modality, Side
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Spares hundreds of tiny tensor operations the wait for a second core that may be busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def texts(*names, first=0):
     return tuple(Item.text(name, first + number) for number, name in enumerate(names))
 

@@ -4,6 +4,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from uform_kernels import Edges, check_disjoint, check_edges
@@ -14,6 +15,15 @@ from xpmir_uform.data.draws import key_of
 from xpmir_uform.data.duplicates import hash_things, ignore_duplicates
 from xpmir_uform.data.items import Bag, Item
 from xpmir_uform.data.vocabulary import Modality
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Spares hundreds of tiny tensor operations the wait for a second core that may be busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def edges_of(pairs, items):

@@ -105,7 +105,7 @@ def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 def _links(attract: Edges, things: np.ndarray) -> np.ndarray:
     """(2, L) the pairs of items of unequal things that attract in some direction, each once, lesser item first."""
-    i, j = attract.anchors().numpy(), attract.ids.numpy()
+    i, j = _ends(attract)
     unequal = things[i] != things[j]
     codes = np.unique((np.minimum(i, j) * len(things) + np.maximum(i, j))[unequal])
     return np.stack(np.divmod(codes, len(things)))
@@ -119,7 +119,13 @@ def _joined(pairs: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _codes(edges: Edges) -> np.ndarray:
     """(E,) each edge i -> j as the number i * N + j."""
-    return (edges.anchors() * edges.rows + edges.ids).numpy()
+    i, j = _ends(edges)
+    return i * edges.rows + j
+
+
+def _ends(edges: Edges) -> tuple[np.ndarray, np.ndarray]:
+    """(E,) the anchor and (E,) the item of each edge."""
+    return np.repeat(np.arange(edges.rows), np.diff(edges.offsets.numpy())), edges.ids.numpy()
 
 
 def _without(codes: np.ndarray, removed: np.ndarray) -> np.ndarray:
