@@ -18,6 +18,7 @@ from ..checks import (
     row_name,
 )
 from ..edges import Edges, check_disjoint, check_edges
+from .chunked import chunked_pair_loss
 from .problem import (
     FORMS,
     NEGATIVES,
@@ -131,7 +132,10 @@ def _run(embeddings: Tensor, inverse_temperature: Tensor, bias: Tensor, problem:
     inverse_temperature, bias = inverse_temperature.to(wide), bias.to(wide)
     # Autocast would turn the products back into half precision.
     with torch.autocast(embeddings.device.type, enabled=False):
-        loss, stats = reference_pair_loss(embeddings.to(wide), inverse_temperature, bias, problem)
+        if backend == "reference":
+            loss, stats = reference_pair_loss(embeddings.to(wide), inverse_temperature, bias, problem)
+        else:
+            loss, stats = chunked_pair_loss(embeddings, inverse_temperature, bias, problem)
     counts = problem.normalizers
     return PairLoss(
         loss, {"attract_weight": counts.attract, "repel_weight": counts.repel, "anchors": counts.anchors, **stats}

@@ -6,6 +6,7 @@ N items, R anchors (the items start..stop - 1), E edges.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..edges import Edges
@@ -15,6 +16,11 @@ NEGATIVES = ("ambient", "named", "across")
 
 # Above this, torch's softplus(x) answers x: its default of 20 costs float64 seven digits.
 SOFTPLUS_LINEAR = 60.0
+
+
+def softplus(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """log(1 + e^x), without overflow."""
+    return F.softplus(x, 1.0, SOFTPLUS_LINEAR, out=out)  # type: ignore[call-arg]
 
 
 @dataclass(frozen=True, eq=False)

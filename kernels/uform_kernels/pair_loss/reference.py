@@ -4,11 +4,10 @@ N items, R anchors, E attract edges.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..edges import Edges
-from .problem import SOFTPLUS_LINEAR, Problem
+from .problem import Problem, softplus
 
 
 def reference_pair_loss(
@@ -83,11 +82,6 @@ def ranked_rows(scores: Tensor, attract: Tensor, repel: Tensor) -> Tensor:
     per_edge = (repel[anchor] * softplus(differences)).sum(1) * attract[anchor, item]
     sums = scores.new_zeros(len(scores)).index_add(0, anchor, per_edge)
     return divide(sums, attract.sum(1) * repel.sum(1))
-
-
-def softplus(x: Tensor) -> Tensor:
-    """log(1 + e^x), without overflow."""
-    return F.softplus(x, threshold=SOFTPLUS_LINEAR)
 
 
 def divide(total: Tensor, weight: Tensor) -> Tensor:

@@ -1,0 +1,207 @@
+"""Balanced and sigmoid losses, and ranked ones with one positive an anchor: ambient cells, tile by tile.
+
+All three are sums of w softplus(s) over repelling cells and w softplus(-s) over attracting ones, with scores
+s_ij = t_i c_ij + b_i (with a single positive p, the ranked form's b_i is -t_i c_ip). Nothing but a few tiles is held.
+
+Cosines are symmetric, so where all items are anchors a tile above the diagonal serves as its transpose too: two
+products with the sum of both forces in place of four. Where scores do not depend on the anchor the forces are
+symmetric as well, and computed once.
+
+N items, R anchors, L levels, I x J a tile.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .cells import Buckets, Cells, Grid, Layout, merge
+from .problem import softplus
+from .walk import Walk, cell_terms, spread
+
+# Three float32 tiles of this side fill the second-level caches of two cores.
+SIDE = 512
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile to walk: `mirrored` where it also stands for its transpose, `mixed` where families meet in it."""
+
+    number: int
+    rows: slice
+    columns: slice
+    mirrored: bool
+    mixed: bool
+
+
+def ambient_tiles(grid: Grid, layout: Layout, half: bool) -> Iterator[list[Tile]]:
+    """Row by row of tiles, those with ambient cells; with `half`, those on or above the diagonal."""
+    row_spans = _family_spans(layout, layout.anchors, [grid.row_slice(row) for row in range(grid.down)])
+    column_spans = _family_spans(layout, None, [grid.column_slice(column) for column in range(grid.across)])
+    for row, (first, last) in enumerate(row_spans):
+        tiles = []
+        for column in range(row if half else 0, grid.across):
+            low, high = column_spans[column]
+            if first == last == low == high and layout.families is not None:
+                continue
+            mixed = layout.families is not None and first <= high and low <= last
+            number = row * grid.across + column
+            tiles.append(Tile(number, grid.row_slice(row), grid.column_slice(column), half and column > row, mixed))
+        yield tiles
+
+
+def _family_spans(layout: Layout, positions: Tensor | None, parts: list[slice]) -> list[tuple[int, int]]:
+    """The first and last family in each part of the positions (of all, for None)."""
+    if layout.families is None:
+        return [(0, 0)] * len(parts)
+    families = (layout.families if positions is None else layout.families[positions]).tolist()
+    return [(families[part.start], families[part.stop - 1]) for part in parts]
+
+
+class TileWalk:
+    """One pass over the ambient tiles of a pair loss; `cells` are those that stand in the place of ambient ones."""
+
+    def __init__(self, walk: Walk, cells: Cells) -> None:
+        self.walk = walk
+        unit, anchors = walk.levels.unit, len(walk.layout.anchors)
+        self.half = anchors == len(unit)
+        self.grid = Grid(anchors, len(unit), SIDE)
+        self.forward, self.backward = self._bucket(cells)
+        size = min(SIDE, anchors) * min(SIDE, len(unit))
+        self.products, self.cosines, self.back, self.scratch = (unit.new_empty(size) for _ in range(4))
+        self.forces = [unit.new_empty(size) for _ in walk.levels.blocks]
+
+    def _bucket(self, cells: Cells) -> tuple[Buckets, Buckets]:
+        """The named cells by tile: those of the tiles as they are, and those of their transposes."""
+        none = cells[:0]
+        if not self.half:
+            return self._sort(cells), self._sort(none)
+        row, column = cells.anchors // SIDE, cells.columns // SIDE
+        if self.walk.rule.uniform:
+            merged = merge(cells[row != column], self.grid.columns, self.walk.ambient_weight)
+            return self._sort(cells[row == column] + merged), self._sort(none)
+        below = cells[row > column]
+        return self._sort(cells[row <= column]), self.grid.bucket(below, below.columns, below.anchors)
+
+    def _sort(self, cells: Cells) -> Buckets:
+        return self.grid.bucket(cells, cells.anchors, cells.columns)
+
+    def run(self) -> None:
+        """Walks every tile."""
+        gradient = self.walk.gradient
+        for tiles in ambient_tiles(self.grid, self.walk.layout, self.half):
+            if not tiles:
+                continue
+            anchors = self.walk.layout.anchors[tiles[0].rows]
+            vectors = self.walk.levels.unit[anchors]
+            gathered = torch.zeros_like(vectors)
+            for tile in tiles:
+                self._tile(tile, anchors, vectors, gathered)
+            if gradient is not None:
+                gradient.unit.index_add_(0, anchors, gathered)
+
+    def _tile(self, tile: Tile, anchors: Tensor, vectors: Tensor, gathered: Tensor) -> None:
+        levels, gradient = self.walk.levels, self.walk.gradient
+        others = levels.unit[tile.columns]
+        products = shaped(self.products, (len(vectors), len(others)))
+        kin = self._kin(tile, anchors)
+        for level, block in enumerate(levels.blocks):
+            left, right = vectors[:, block], others[:, block].T
+            torch.mm(left, right, out=products) if level == 0 else products.addmm_(left, right)
+            self._level(level, tile, anchors, products, kin)
+        if gradient is None:
+            return
+        total = shaped(self.forces[-1], products.shape)
+        for level, block in reversed([*enumerate(levels.blocks)]):
+            if level < levels.count - 1:
+                total.add_(shaped(self.forces[level], products.shape))
+            gathered[:, block].addmm_(total, others[:, block])
+            gradient.unit[tile.columns, block].addmm_(total.T, vectors[:, block])
+
+    def _kin(self, tile: Tile, anchors: Tensor) -> Tensor | None:
+        """(I, J) which cells lie within one family; None where none does."""
+        families = self.walk.layout.families
+        if families is None or not tile.mixed:
+            return None
+        return families[anchors, None] == families[tile.columns]
+
+    def _level(self, level: int, tile: Tile, anchors: Tensor, products: Tensor, kin: Tensor | None) -> None:
+        """Turns a level's products into forces on them, in `forces[level]`."""
+        levels, gradient = self.walk.levels, self.walk.gradient
+        forces = shaped(self.forces[level], products.shape)
+        if level == levels.count - 1:
+            self._both(level, tile, products, forces, kin)
+            return
+        scale = levels.scales[level]
+        left, right = scale[anchors, None], scale[tile.columns]
+        cosines = torch.mul(products, left, out=shaped(self.cosines, products.shape)).mul_(right)
+        self._both(level, tile, cosines, forces, kin)
+        if gradient is not None:
+            along = cosines.mul_(forces)
+            gradient.radial[level].index_add_(0, anchors, along.sum(1).double())
+            gradient.radial[level, tile.columns] += along.sum(0)
+            forces.mul_(left).mul_(right)
+
+    def _both(self, level: int, tile: Tile, cosines: Tensor, forces: Tensor, kin: Tensor | None) -> None:
+        """Forces on the tile's cosines, from its own cells and from those that it mirrors."""
+        named = self.forward[tile.number]
+        if self.walk.rule.uniform:
+            self._push(level, cosines, forces, kin, tile.rows, None, named, 1 + tile.mirrored)
+            return
+        self._push(level, cosines, forces, kin, tile.rows, 1, named)
+        if tile.mirrored:
+            back = shaped(self.back, forces.shape)
+            self._push(level, cosines, back, kin, tile.columns, 0, self.backward[tile.number])
+            forces.add_(back)
+
+    def _push(
+        self,
+        level: int,
+        cosines: Tensor,
+        forces: Tensor,
+        kin: Tensor | None,
+        rows: slice,
+        axis: int | None,
+        named: tuple[Cells, Tensor] | None,
+        times: int = 1,
+    ) -> None:
+        """Writes dL/dc of one direction: of anchors down the tile (axis 1 is summed) or across it (axis 0).
+
+        A uniform rule has no axis, and counts each cell `times`.
+        """
+        rule, sums = self.walk.rule, self.walk.sums
+        temperature, offset = spread(rule.temperature, rows, axis), spread(rule.offsets[level], rows, axis)
+        weight = spread(rule.repel, rows, axis) * (self.walk.ambient_weight * times)
+        flat = torch.mul(cosines, temperature, out=forces).add_(offset).view(-1)
+        if named is not None:
+            cells, places = named
+            losses, on_cells = cell_terms(rule, flat[places], cells)
+            sums.losses += losses.sum(1)
+            if level == self.walk.levels.count - 1:
+                self._add_cosines(cosines.view(-1)[places], cells)
+            flat.index_fill_(0, places, float("-inf"))
+        if kin is not None:
+            forces.masked_fill_(kin, float("-inf"))
+        scratch = softplus(forces, out=shaped(self.scratch, forces.shape))
+        sums.losses[1] += (
+            (scratch.sum(axis, keepdim=True) * weight).sum() if axis is not None else scratch.sum() * weight
+        )
+        if not self.walk.forces:
+            return
+        forces.sigmoid_().mul_(weight)
+        if named is not None:
+            flat[places] = on_cells
+        sums.force[level, rows] += forces.sum(1 if axis is None else axis)
+        if isinstance(temperature, Tensor):
+            sums.along[rows] += torch.mul(forces, cosines, out=scratch).sum(axis)
+            forces.mul_(temperature)
+
+    def _add_cosines(self, cosines: Tensor, cells: Cells) -> None:
+        repel = cells.repel - self.walk.ambient_weight * cells.ambient
+        self.walk.sums.cosines += (torch.stack([cells.attract, repel]) * cosines).sum(1)
+
+
+def shaped(buffer: Tensor, shape: tuple[int, int] | torch.Size) -> Tensor:
+    """The first I * J entries of a flat buffer as a tile."""
+    return buffer[: shape[0] * shape[1]].view(shape)
