@@ -26,9 +26,9 @@ from xpmir_uform.data.draws import Purpose, generator
 from xpmir_uform.data.segments import Segment
 from xpmir_uform.data.vocabulary import Modality
 from xpmir_uform.model.encoder import Encoder
-from xpmir_uform.model.heads import mean_of_items
 from xpmir_uform.model.initialisation import initialise
 from xpmir_uform.model.packing import pack
+from xpmir_uform.model.pooling import mean_of_items
 from xpmir_uform.model.rotary import HEAD_WIDTH, rotate, rotation
 
 LANGUAGES = ("en", "es", "fr", "de", "it", "pt")

@@ -1,5 +1,8 @@
 """The encoder against a plain NumPy transformer that reads one item at a time, and its invariances."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -7,9 +10,9 @@ import torch
 from xpmir_uform.data.segments import Segment
 from xpmir_uform.data.vocabulary import BYTE_VOCABULARY, Modality, Slot
 from xpmir_uform.model.encoder import Encoder
-from xpmir_uform.model.heads import mean_of_items
 from xpmir_uform.model.initialisation import initialise
 from xpmir_uform.model.packing import pack
+from xpmir_uform.model.pooling import mean_of_items
 
 PATCH = 12
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -173,7 +176,7 @@ def test_no_depth_is_refused():
 
 def test_inputs_of_another_encoder_are_refused():
     picture = Segment(Modality.IMAGE, np.zeros((4, 7), np.float32), (1, 2, 2))
-    with pytest.raises(ValueError, match="no image input: it reads text$"):
+    with pytest.raises(ValueError, match=r"no image input: it reads text$"):
         Encoder(1, 128)(pack([picture]))
     with pytest.raises(ValueError, match="image patches have 7 values, this encoder expects 12"):
         build()(pack([picture]))
@@ -185,3 +188,13 @@ def test_bfloat16_autocast_stays_close():
     with torch.autocast("cpu", torch.bfloat16):
         rough = encoder(packed)
     torch.testing.assert_close(rough.float(), exact, rtol=0, atol=0.1)
+
+
+def test_the_plain_modules_need_no_framework():
+    script = (
+        "import sys\n"
+        "from xpmir_uform.model import attention, encoder, initialisation, packing, pooling, rotary\n"
+        "loaded = {'experimaestro', 'xpm_torch', 'lightning'} & set(sys.modules)\n"
+        "assert not loaded, loaded\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -64,7 +64,7 @@ def test_nothing_packs_to_nothing():
     [Segment(Modality.TEXT, np.zeros(0, np.int16), (1, 1, 0)), Segment(Modality.TEXT, np.zeros(3), (1, 2, 2))],
 )
 def test_a_segment_that_is_no_grid_of_tokens_is_refused(segment):
-    with pytest.raises(ValueError, match="segment 1 has . tokens"):
+    with pytest.raises(ValueError, match=r"segment 1 has . tokens"):
         pack([text(1), segment])
 
 

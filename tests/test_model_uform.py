@@ -1,6 +1,7 @@
 """UFormEncoder: forward, encode, and what it refuses."""
 
 from io import BytesIO
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -134,7 +135,7 @@ def test_batches_keep_the_budget_and_every_item():
     found = list(batches(sizes, 64))
     assert sorted(np.concatenate(found).tolist()) == list(range(200))
     assert all(sizes[batch].sum() <= 64 for batch in found)
-    assert all(sizes[a].sum() + sizes[b[0]] > 64 for a, b in zip(found, found[1:], strict=False)), "batches are full"
+    assert all(sizes[a].sum() + sizes[b[0]] > 64 for a, b in pairwise(found)), "batches are full"
     assert [batch.tolist() for batch in batches(np.array([3, 100, 1]), 4)] == [[2, 0], [1]]
 
 

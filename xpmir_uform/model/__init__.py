@@ -1,8 +1,29 @@
-"""The encoder and its heads."""
+"""The encoder and its heads.
 
-from xpmir_uform.data.shapes import ImageShape
-from xpmir_uform.model.heads import PooledHead, Pooling
-from xpmir_uform.model.packing import Packed, pack
-from xpmir_uform.model.uform import Outputs, UFormEncoder, decays
+Names are imported when they are asked for: the plain modules (packing, attention, encoder, pooling) need neither
+experimaestro nor xpm-torch.
+"""
 
-__all__ = ["ImageShape", "Outputs", "Packed", "PooledHead", "Pooling", "UFormEncoder", "decays", "pack"]
+from importlib import import_module
+from typing import Any
+
+HOMES = {
+    "ImageShape": "xpmir_uform.data.shapes",
+    "Outputs": "xpmir_uform.model.uform",
+    "Packed": "xpmir_uform.model.packing",
+    "PooledHead": "xpmir_uform.model.heads",
+    "Pooling": "xpmir_uform.model.pooling",
+    "UFormEncoder": "xpmir_uform.model.uform",
+    "decays": "xpmir_uform.model.uform",
+    "pack": "xpmir_uform.model.packing",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *HOMES})

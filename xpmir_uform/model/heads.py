@@ -1,76 +1,8 @@
-"""Heads: what a model answers, from the encoder's final-norm states.
+"""Heads: what a model answers from the encoder's final-norm states, as configurations of the model."""
 
-Letters: N items, T tokens, H hidden, W width of an embedding, G temperature groups.
-"""
-
-from math import log
-
-import torch
 from experimaestro import Config, Param, field
-from torch import Tensor, nn
 
-
-def mean_of_items(states: Tensor, lengths: Tensor) -> Tensor:
-    """(N, H) means of the states (T, H) of each item, formed in float32 or wider.
-
-    Args:
-        states: in item order.
-        lengths: (N,) int64, at least 1 each, with the sum T.
-    """
-    wide = states.to(torch.promote_types(states.dtype, torch.float32))
-    return torch.segment_reduce(wide, "mean", lengths=lengths, unsafe=True).to(states.dtype)
-
-
-class Pooling(nn.Module):
-    """One embedding of each item, and the temperature and bias by which embeddings of each group are compared.
-
-    Args:
-        hidden: H.
-        width: W.
-        groups: G.
-        inverse_temperature: its initial value, in every group.
-        bias: its initial value, in every group.
-        max_inverse_temperature: what :meth:`clamp_temperature` keeps it below.
-
-    Raises:
-        ValueError: a size below 1, or temperatures out of order.
-    """
-
-    def __init__(
-        self,
-        hidden: int,
-        width: int = 256,
-        groups: int = 1,
-        inverse_temperature: float = 10.0,
-        bias: float = -10.0,
-        max_inverse_temperature: float = 100.0,
-    ):
-        super().__init__()
-        if width < 1 or groups < 1:
-            raise ValueError(f"width is {width} and groups is {groups}: expected at least 1 of each")
-        if not 0 < inverse_temperature <= max_inverse_temperature:
-            raise ValueError(
-                f"inverse_temperature is {inverse_temperature}: "
-                f"expected above 0 and at most max_inverse_temperature, {max_inverse_temperature}"
-            )
-        self.max_inverse_temperature = max_inverse_temperature
-        self.projection = nn.Linear(hidden, width, bias=False)
-        self.log_inverse_temperature = nn.Parameter(torch.full((groups,), log(inverse_temperature)))
-        self.bias = nn.Parameter(torch.full((groups,), float(bias)))
-
-    def forward(self, states: Tensor, lengths: Tensor) -> Tensor:
-        """(N, W) embeddings, not normalised, of the items whose states (T, H) follow one another."""
-        return self.projection(mean_of_items(states, lengths))
-
-    def inverse_temperature(self) -> Tensor:
-        """(G,) exp of the parameter, formed in float32 or wider, without a bound (which would cut the gradient)."""
-        parameter = self.log_inverse_temperature
-        return parameter.to(torch.promote_types(parameter.dtype, torch.float32)).exp()
-
-    @torch.no_grad()
-    def clamp_temperature(self) -> None:
-        """Bound the inverse temperature in place; to be called after each optimizer step."""
-        self.log_inverse_temperature.clamp_(max=log(self.max_inverse_temperature))
+from xpmir_uform.model.pooling import Pooling
 
 
 class PooledHead(Config):
