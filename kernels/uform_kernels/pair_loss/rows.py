@@ -34,7 +34,8 @@ class Padded:
 
     def width(self, rows: slice) -> int:
         """The most cells that an anchor of the chunk has."""
-        return int(self.starts[rows.start : rows.stop + 1].diff().max())
+        counts = self.starts[rows.start : rows.stop + 1].diff()
+        return int(counts.max()) if len(counts) else 0
 
     def places(self, rows: slice, width: int) -> Tensor:
         """Where the chunk's cells lie in flat rows of `width`."""
@@ -45,9 +46,9 @@ class Padded:
     def spread(self, values: Tensor, rows: slice) -> Tensor:
         """(r, width) the chunk's part of values (E,), 0 where a row is shorter."""
         width = self.width(rows)
-        padded = values.new_zeros((rows.stop - rows.start) * width)
-        padded[self.places(rows, width)] = values[self.part(rows)]
-        return padded.view(-1, width)
+        padded = values.new_zeros(rows.stop - rows.start, width)
+        padded.view(-1)[self.places(rows, width)] = values[self.part(rows)]
+        return padded
 
     def collect(self, padded: Tensor, rows: slice) -> Tensor:
         """The chunk's cells of (r, width)."""

@@ -90,6 +90,7 @@ class TileWalk:
     def run(self) -> None:
         """Walks every tile."""
         gradient = self.walk.gradient
+        self.walk.sums.cosines[1] += self.walk.ambient_weight * all_cosines(self.walk.levels.unit, self.walk.layout)
         for tiles in ambient_tiles(self.grid, self.walk.layout, self.half):
             if not tiles:
                 continue
@@ -200,6 +201,18 @@ class TileWalk:
     def _add_cosines(self, cosines: Tensor, cells: Cells) -> None:
         repel = cells.repel - self.walk.ambient_weight * cells.ambient
         self.walk.sums.cosines += (torch.stack([cells.attract, repel]) * cosines).sum(1)
+
+
+def all_cosines(unit: Tensor, layout: Layout) -> Tensor:
+    """Sum of the cosines of all cells (of those between families, where these matter), from sums of vectors alone."""
+    anchors, items = unit[layout.anchors].sum(0), unit.sum(0)
+    total = anchors @ items
+    if layout.families is None:
+        return total
+    by_family = unit.new_zeros(2, int(layout.families[-1]) + 1, unit.shape[1])
+    by_family[0].index_add_(0, layout.families[layout.anchors], unit[layout.anchors])
+    by_family[1].index_add_(0, layout.families, unit)
+    return total - by_family.prod(0).sum()
 
 
 def shaped(buffer: Tensor, shape: tuple[int, int] | torch.Size) -> Tensor:
