@@ -224,6 +224,13 @@ def test_truncated_files_are_refused(name, part):
     refused(whole[: part if isinstance(part, int) else int(len(whole) * part)], reason=".")
 
 
+def test_avif_whose_decoder_stops_is_refused():
+    whole = bytearray(file_of(Image.fromarray(noise(12, 9)), "AVIF"))
+    start = whole.index(b"mdat") + 4
+    whole[start:] = bytes(len(whole) - start)
+    refused(bytes(whole), reason="Failed to decode")
+
+
 def test_png_without_its_last_four_bytes_is_read():
     pixels = noise(8, 8)
     whole = file_of(Image.fromarray(pixels))
@@ -242,7 +249,7 @@ def test_bombs_are_refused_before_they_are_expanded():
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.sampled_from(["PNG", "JPEG", "GIF", "TIFF", "WEBP", "BMP", "TGA", "PCX"]), st.data())
+@given(st.sampled_from(["PNG", "JPEG", "GIF", "TIFF", "WEBP", "AVIF", "BMP", "TGA", "PCX"]), st.data())
 def test_damaged_files_are_read_or_refused_by_name(name, data):
     content = bytearray(file_of(Image.fromarray(noise(12, 9)), name))
     for _ in range(data.draw(st.integers(1, 8))):

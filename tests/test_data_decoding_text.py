@@ -4,6 +4,7 @@ import pickle
 
 import numpy as np
 import pytest
+from torch.utils.data import DataLoader
 
 from xpmir_uform.data.decoding import DECODERS, UnreadableItem, decode
 from xpmir_uform.data.items import Item
@@ -62,7 +63,21 @@ def test_modality_without_decoder_is_refused(monkeypatch):
         decode(Item(Modality.IMAGE, b"x", key=7), {Modality.IMAGE: object()})
 
 
-def test_error_survives_pickling_and_a_worker():
+def decode_all(items):
+    return [decode(item, {}) for item in items]
+
+
+def test_error_comes_out_of_a_worker():
+    loader = DataLoader(
+        [Item.text("good", 1), Item(Modality.TEXT, b"\xff", 0xAB)], num_workers=1, collate_fn=decode_all
+    )
+    batches = iter(loader)
+    assert next(batches)[0].tokens == 4
+    with pytest.raises(UnreadableItem, match="item 0x00000000000000ab"):
+        next(batches)
+
+
+def test_error_survives_pickling():
     error = UnreadableItem.of(Item(Modality.IMAGE, b"x", key=7), "no reason")
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), copy.key, copy.reason) == (str(error), 7, "no reason")

@@ -32,7 +32,7 @@ MIDDLE = np.float32(127.5)
 # Damaged files raise nearly anything in Pillow; a bare Exception would also catch the signals of a job that is stopped.
 _DAMAGE = (
     *(OSError, EOFError, SyntaxError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError),
-    *(NotImplementedError, struct.error, zlib.error, Image.DecompressionBombError),
+    *(RuntimeError, struct.error, zlib.error, Image.DecompressionBombError),
 )
 
 
