@@ -15,7 +15,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gf
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel needs on one target: registers a thread, bytes shared by a program, bytes or registers spilled."""
+    """What one kernel needs on one target: registers of a thread, shared bytes, bytes or registers spilled."""
 
     registers: int
     shared: int
@@ -42,7 +41,10 @@ def main() -> int:
         print("TRITON_INTERPRET is set: the interpreter compiles nothing. Unset it.", file=sys.stderr)
         return 2
     work = [
-        (op, target, index) for op in arguments.ops for target in arguments.targets for index in _indices(op, target)
+        (op, target, index)
+        for op in arguments.ops
+        for target in arguments.targets
+        for index in range(len(_cases(op, target)))
     ]
     with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
         rows = pool.map(_compile_case, work, chunksize=4)
@@ -66,10 +68,6 @@ def _cases(op: str, target: str) -> list[Any]:
     """What the op's `compile_cases` lists; it may depend on the target."""
     cases = importlib.import_module(f"uform_kernels.{op}.kernel").compile_cases
     return cases(target) if inspect.signature(cases).parameters else cases()
-
-
-def _indices(op: str, target: str) -> Iterator[int]:
-    yield from range(len(_cases(op, target)))
 
 
 def _compile_case(work: tuple[str, str, int]) -> tuple[str, str, Resources | str]:

@@ -4,7 +4,19 @@ Usable on its own. Each operation has a plain definition (`reference`), a tiled 
 a Triton form (`triton`); importing this package imports no triton, which a call does when it runs there.
 """
 
+from .choice_loss import choice_loss
 from .edges import Edges, check_disjoint, check_edges
+from .maxsim import maxsim
 from .pair_loss import Normalizers, PairLoss, pair_loss, pair_normalizers
 
-__all__ = ["Edges", "Normalizers", "PairLoss", "check_disjoint", "check_edges", "pair_loss", "pair_normalizers"]
+__all__ = [
+    "Edges",
+    "Normalizers",
+    "PairLoss",
+    "check_disjoint",
+    "check_edges",
+    "choice_loss",
+    "maxsim",
+    "pair_loss",
+    "pair_normalizers",
+]

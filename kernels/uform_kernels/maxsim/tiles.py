@@ -24,7 +24,7 @@ TABLE: dict[tuple[str, int], dict[str, dict[str, int]]] = {
         "gfx": {"BQ": 32, "BD": 64, "num_warps": 4, "num_stages": 1},
     },
     ("listed", 4): {
-        "sm_": {"BQ": 32, "BD": 64, "BW": 32, "num_warps": 4, "num_stages": 2},
+        "sm_": {"BQ": 32, "BD": 32, "BW": 32, "num_warps": 4, "num_stages": 2},
         "gfx": {"BQ": 32, "BD": 64, "BW": 32, "num_warps": 4, "num_stages": 1},
     },
     ("query gradient", 2): {"": {"BE": 16, "num_warps": 4, "num_stages": 2}},
