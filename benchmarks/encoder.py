@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable, Sequence
 from statistics import median
 
-import emoji
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from xpmir_uform.data.datasets.emoji import LANGUAGES, read_names
 from xpmir_uform.data.draws import Purpose, generator
 from xpmir_uform.data.segments import Segment
 from xpmir_uform.data.vocabulary import Modality
@@ -31,7 +31,6 @@ from xpmir_uform.model.packing import pack
 from xpmir_uform.model.pooling import mean_of_items
 from xpmir_uform.model.rotary import HEAD_WIDTH, rotate, rotation
 
-LANGUAGES = ("en", "es", "fr", "de", "it", "pt")
 NAMES, DEPTH, HIDDEN, THREADS = 512, 2, 128, 2
 TARGET = 3.0
 TOLERANCE = 1e-5
@@ -39,10 +38,9 @@ TOLERANCE = 1e-5
 
 def names() -> list[bytes]:
     """512 names of emoji without skin tones, in six languages and random order."""
-    entries = [entry for entry in emoji.EMOJI_DATA.values() if "skin_tone" not in entry["en"]]
-    known = sorted({entry[language] for entry in entries for language in LANGUAGES if language in entry})
+    known = sorted({name for of_emoji in read_names(LANGUAGES).values() for name in of_emoji.values()})
     order = generator(0, Purpose.ORDER).permutation(len(known))[:NAMES]
-    return [known[index].strip(":").replace("_", " ").encode() for index in order]
+    return [known[index].encode() for index in order]
 
 
 def unpadded(encoder: Encoder, texts: Sequence[bytes]) -> Tensor:

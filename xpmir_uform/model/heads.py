@@ -1,7 +1,8 @@
 """Heads: what a model answers from the encoder's final-norm states, as configurations of the model."""
 
-from experimaestro import Config, Param, field
+from experimaestro import Config, Param
 
+from xpmir_uform.data.fields import default
 from xpmir_uform.model.pooling import Pooling
 
 
@@ -10,19 +11,19 @@ class PooledHead(Config):
 
     __xpmid__ = "uform.pooled-head"
 
-    width: Param[int] = field(default=256, ignore_default=True)  # type: ignore[assignment]
+    width: Param[int] = default(256)
     """Coordinates of an embedding."""
 
-    groups: Param[int] = field(default=1, ignore_default=True)  # type: ignore[assignment]
+    groups: Param[int] = default(1)
     """Number of temperature groups that items may name."""
 
-    inverse_temperature: Param[float] = field(default=10.0, ignore_default=True)  # type: ignore[assignment]
+    inverse_temperature: Param[float] = default(10.0)
     """Initial factor of the cosine."""
 
-    bias: Param[float] = field(default=-10.0, ignore_default=True)  # type: ignore[assignment]
+    bias: Param[float] = default(-10.0)
     """Initial value added to the scaled cosine."""
 
-    max_inverse_temperature: Param[float] = field(default=100.0, ignore_default=True)  # type: ignore[assignment]
+    max_inverse_temperature: Param[float] = default(100.0)
     """Bound of the learned factor."""
 
     def build(self, hidden: int) -> Pooling:

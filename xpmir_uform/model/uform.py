@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from experimaestro import Param, field
+from experimaestro import Param
 from torch import Tensor
 from xpm_torch import Module
 
 from xpmir_uform.data.decoding import decode
+from xpmir_uform.data.fields import default
 from xpmir_uform.data.items import Item
 from xpmir_uform.data.shapes import ImageShape
 from xpmir_uform.data.vocabulary import Modality
@@ -65,13 +66,13 @@ class UFormEncoder(Module):
     hidden: Param[int]
     """Width of the states, a multiple of 128."""
 
-    image: Param[ImageShape | None] = field(default=None, ignore_default=True)  # type: ignore[assignment]
+    image: Param[ImageShape | None] = default()
     """How images are read; None: they are refused."""
 
-    pooled: Param[PooledHead | None] = field(default=None, ignore_default=True)  # type: ignore[assignment]
+    pooled: Param[PooledHead | None] = default()
     """The head that gives one embedding of each item."""
 
-    seed: Param[int] = field(default=0, ignore_default=True)  # type: ignore[assignment]
+    seed: Param[int] = default(0)
     """Of the initial weights, in [0, 2**64)."""
 
     def __initialize__(self):
