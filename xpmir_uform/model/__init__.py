@@ -7,7 +7,9 @@ experimaestro nor xpm-torch.
 from importlib import import_module
 from typing import Any
 
-HOMES = {
+__all__ = ["ImageShape", "Outputs", "Packed", "PooledHead", "Pooling", "UFormEncoder", "decays", "pack"]
+
+_HOMES = {
     "ImageShape": "xpmir_uform.data.shapes",
     "Outputs": "xpmir_uform.model.uform",
     "Packed": "xpmir_uform.model.packing",
@@ -20,10 +22,6 @@ HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in HOMES:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *HOMES})
+    return getattr(import_module(_HOMES[name]), name)
