@@ -8,8 +8,10 @@ from typing import Any
 
 from experimaestro import Task
 from tqdm import tqdm
-from xpm_torch.experiments import LearningExperimentHelper
+from xpm_torch.experiments.helpers import LearningExperimentHelper
 from xpm_torch.learner import Learner, LearnerOutput
+
+from xpmir_uform.data.validation import validate
 
 SHOWN_LINES = 30
 POLL_SECONDS = 0.2
@@ -39,7 +41,12 @@ class UFormExperiment(LearningExperimentHelper):
         return output
 
     def submit(self, task: Task, **kwargs):
-        """Submits a task and remembers it; answers what ``task.submit`` does."""
+        """Submits a task and remembers it; answers what ``task.submit`` does.
+
+        Raises:
+            ValueError: the task, or a configuration that it holds, is not legal.
+        """
+        validate(task)
         output = task.submit(**kwargs)
         self.submitted.append(task)
         return output

@@ -15,6 +15,7 @@ from xpm_torch.optim import OptimizationHook, ScheduledOptimizer
 from xpm_torch.trainers.context import StepTrainingHook, TrainState
 
 from xpmir_uform.data.fields import default
+from xpmir_uform.data.validation import validate
 from xpmir_uform.learner import checkpoint
 from xpmir_uform.learner.context import UFormContext
 
@@ -37,13 +38,22 @@ class UFormLearner(Learner, ResumableTask):
     """Also save whenever this many steps have been made; 0: at the ends of epochs alone"""
 
     def __validate__(self):
-        super().__validate__()
+        if not self.optimizers:
+            raise ValueError("optimizers is empty, expected at least one: adamw(schedule) makes them")
+        ids = [listener.id for listener in self.listeners]
+        if len(set(ids)) != len(ids):
+            raise ValueError(f"the listeners have the ids {ids}, expected each once")
         for name in ("max_epochs", "steps_per_epoch", "keep", "checkpoint_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
 
     def __submit__(self, dep, add_action):
-        """The trained model and what the listeners offer; checkpoints of epochs are pruned, so none is promised."""
+        """The trained model and what the listeners offer; checkpoints of epochs are pruned, so none is promised.
+
+        Raises:
+            ValueError: the task, or a configuration that it holds, is not legal.
+        """
+        validate(self)
         learned_model = dep(self.model.loader_config(self.last_checkpoint_path / TrainState.MODEL_DIR))
         add_action(self.model.export_action(learned_model, default_name="last"))
         return LearnerOutput(

@@ -48,7 +48,7 @@ def contrastive(
         ignore=batch.ignore.to(device),
         form=form,
         negatives=str(negatives),
-        families=batch.modalities.to(device) if negatives is Negatives.ACROSS else None,
+        families=batch.families.to(device) if negatives is Negatives.ACROSS else None,
         ambient_weight=ambient_weight,
         inverse_temperature=encoded.inverse_temperature,
         bias=encoded.bias,

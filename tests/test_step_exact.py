@@ -1,0 +1,135 @@
+"""The exact step: microbatches change nothing but rounding."""
+
+import pytest
+import torch
+from uform_kernels import Edges
+
+from xpmir_uform import Bag, Batch, ContrastiveLoss, Item, Negatives, PooledHead, RankedForm, UFormEncoder
+from xpmir_uform.data.decoding import decode
+from xpmir_uform.losses.base import Encoded
+from xpmir_uform.model.packing import pack
+from xpmir_uform.trainer.loader import LoadedStep, bag_ranges, collect
+from xpmir_uform.trainer.step import Microbatch, exact_step, join
+
+WORDS = ["ant", "bee", "a much longer text than the others", "cat", "dog", "", "elk", "fox"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.set_default_dtype(torch.float64)
+    made = UFormEncoder.C(depth=1, hidden=128, pooled=PooledHead.C(width=12)).instance()
+    made.initialize()
+    yield made.double()
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    bags = [Bag.alike([Item.text(word), Item.text(word[::-1] + "!"), Item.text(word * 2 + "?")]) for word in WORDS[:7]]
+    batch = Batch.of(bags)
+    return LoadedStep(0, batch, [decode(item, {}) for bag in bags for item in bag.items])
+
+
+def microbatches(step, parts):
+    return [Microbatch(pack(collect(step, bags)), torch.tensor([n for bag in bags for n in bag])) for bags in parts]
+
+
+def run(model, step, parts, losses):
+    model.zero_grad()
+
+    def forward(packed):
+        outputs = model(packed)
+        return Encoded(outputs.embeddings, outputs.inverse_temperature, outputs.bias)
+
+    values = exact_step(forward, torch.Tensor.backward, microbatches(step, parts), losses, step.batch)
+    gradient = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    return values, gradient
+
+
+def direct(model, step, losses):
+    """The plain way: one forward pass, one backward pass through the whole objective."""
+    model.zero_grad()
+    outputs = model(pack(step.segments))
+    encoded = Encoded(outputs.embeddings, outputs.inverse_temperature, outputs.bias)
+    sum(loss.weight * loss.compute(encoded, step.batch).value for loss in losses).backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def cuts(bags, size):
+    return [bags[start : start + size] for start in range(0, len(bags), size)]
+
+
+@pytest.mark.parametrize("form", ["sigmoid", "ranked"])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7])
+def test_microbatches_give_the_gradient_of_the_whole_batch(model, loaded, size, form):
+    loss = ContrastiveLoss.C(weight=0.7, **({"form": RankedForm.C()} if form == "ranked" else {})).instance()
+    expected = direct(model, loaded, [loss])
+    _, found = run(model, loaded, cuts(bag_ranges(loaded.batch), size), [loss])
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_bags_in_another_order_give_the_same_gradient(model, loaded):
+    loss = ContrastiveLoss.C().instance()
+    expected = direct(model, loaded, [loss])
+    bags = bag_ranges(loaded.batch)
+    _, found = run(model, loaded, [[bags[6], bags[0]], [bags[3]], [bags[5], bags[1], bags[4], bags[2]]], [loss])
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-13)
+
+
+def test_temperature_and_bias_are_counted_once(model, loaded):
+    loss = ContrastiveLoss.C().instance()
+    bags = bag_ranges(loaded.batch)
+    _, whole = run(model, loaded, [bags], [loss])
+    _, parts = run(model, loaded, cuts(bags, 1), [loss])
+    for name in ("pooling.log_inverse_temperature", "pooling.bias"):
+        assert whole[name].abs().item() > 1e-3
+        torch.testing.assert_close(parts[name], whole[name], rtol=1e-12, atol=0)
+
+
+def test_one_microbatch_runs_the_model_once_and_k_run_it_2k_minus_1_times(model, loaded):
+    loss = ContrastiveLoss.C().instance()
+    bags = bag_ranges(loaded.batch)
+    calls = []
+    handle = model.encoder.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    run(model, loaded, [bags], [loss])
+    assert calls == [True]
+    calls.clear()
+    run(model, loaded, cuts(bags, 2), [loss])
+    assert calls == [False, False, False, True, True, True, True]
+    handle.remove()
+
+
+def test_embeddings_are_joined_in_the_order_of_the_batch():
+    parts = [
+        Microbatch(None, torch.tensor([2, 0])),
+        Microbatch(None, torch.tensor([1])),
+    ]
+    one = torch.ones(1)
+    outputs = [Encoded(torch.tensor([[2.0], [0.0]]), one, one), Encoded(torch.tensor([[1.0]]), one, one)]
+    assert join(parts, outputs).embeddings.tolist() == [[0.0], [1.0], [2.0]]
+
+
+def test_a_two_pass_step_by_hand():
+    """Embeddings e_i = w x_i with x = (1, 0), (0, 1), w a scalar, one attract edge each way, named negatives.
+
+    Cosines do not depend on w: its gradient is 0, that of the bias is -(sigmoid(-s)) at s = t * 0 + b.
+    """
+    w = torch.tensor(2.0, requires_grad=True, dtype=torch.float64)
+    bias = torch.tensor([0.5], requires_grad=True, dtype=torch.float64)
+    temperature = torch.tensor([10.0], dtype=torch.float64)
+    x = torch.eye(2, dtype=torch.float64)
+    batch = Batch.of([Bag.alike([Item.text("a"), Item.text("b")])])
+
+    def forward(numbers):
+        return Encoded(w * x[numbers], temperature, bias)
+
+    parts = [Microbatch(torch.tensor([i]), torch.tensor([i])) for i in range(2)]
+    loss = ContrastiveLoss.C(negatives=Negatives.NAMED).instance()
+    values = exact_step(forward, torch.Tensor.backward, parts, [loss], batch)
+    s = 0.5
+    assert values["contrastive"].value.item() == pytest.approx(torch.nn.functional.softplus(torch.tensor(-s)).item())
+    assert bias.grad.item() == pytest.approx(-torch.sigmoid(torch.tensor(-s)).item(), abs=1e-7)
+    assert w.grad.item() == pytest.approx(0.0, abs=1e-12)
+    assert isinstance(batch.attract, Edges)

@@ -1,0 +1,32 @@
+"""Validation of configurations before they are submitted."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from experimaestro import Config
+
+
+def validate(config: Config) -> None:
+    """Runs the ``__validate__`` of a configuration and of every one that it holds, innermost first.
+
+    experimaestro 2.7 means to, but the class it makes of a configuration hides the method behind an empty one.
+
+    Raises:
+        ValueError: as the first configuration that is not legal says.
+    """
+    for part in _parts(config):
+        validate(part)
+    own = getattr(type(config).__xpmtype__.value_type, "__validate__", None)
+    if own is not None:
+        own(config)
+
+
+def _parts(value: Any) -> Iterator[Config]:
+    """The configurations directly below a configuration, or in a list or dictionary."""
+    if isinstance(value, Config):
+        value = value.__xpm__.values
+    for part in value.values() if isinstance(value, dict) else value:
+        if isinstance(part, Config):
+            yield part
+        elif isinstance(part, (list, dict)):
+            yield from _parts(part)
