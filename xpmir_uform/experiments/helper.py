@@ -25,7 +25,7 @@ class UFormExperiment(LearningExperimentHelper):
 
     def __init__(self, callable):
         super().__init__(callable)
-        self.submitted: list[Task] = []
+        self.pending: dict[str, Any] = {}
 
     def train(self, learner: Learner, **tags: str | int | float) -> LearnerOutput:
         """Submits a learner under ``tags`` and links its TensorBoard folder into the experiment's.
@@ -36,19 +36,19 @@ class UFormExperiment(LearningExperimentHelper):
             raise ValueError("train() was given no tag, expected at least one, such as seed=1: runs are named by tags")
         for name, value in tags.items():
             learner.tag(name, value)
-        output = self.submit(learner)
+        output = self.submit("Training", learner)
         self.monitoring_service.add(learner, learner.logpath)
         return output
 
-    def submit(self, task: Task, **kwargs):
-        """Submits a task and remembers it; answers what ``task.submit`` does.
+    def submit(self, label: str, task: Task, **kwargs):
+        """Submits a task, to be shown as ``label``; answers what ``task.submit`` does.
 
         Raises:
             ValueError: the task, or a configuration that it holds, is not legal.
         """
         validate(task)
         output = task.submit(**kwargs)
-        self.submitted.append(task)
+        self.pending[label] = job_of(task)
         return output
 
     def wait(self) -> None:
@@ -57,10 +57,11 @@ class UFormExperiment(LearningExperimentHelper):
         Raises:
             SystemExit: a job failed; its last lines have been printed.
         """
-        for task in self.submitted:
-            watch(job_of(task))
+        jobs, self.pending = self.pending, {}
+        for label, job in jobs.items():
+            watch(label, job)
         self.xp.wait()
-        failed = [job for job in map(job_of, self.submitted) if job.state.is_error()]
+        failed = [job for job in jobs.values() if job.state.is_error()]
         for job in failed:
             print(failure(job), file=sys.stderr)
         if failed:
@@ -77,24 +78,22 @@ def job_of(task: Any) -> Any:
     return task.__xpm__.job
 
 
-def watch(job) -> None:
+def watch(label: str, job: Any) -> None:
     """Shows the progress of one job until it ends."""
-    name = job.type.identifier.name if hasattr(job, "type") else str(job.relpath)
-    with tqdm(
-        total=100, desc=name, unit="%", bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed} {postfix}"
-    ) as bar:
+    with tqdm(total=100, desc=label, bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}{postfix}") as bar:
         while not job.state.finished():
             levels = job.progress
             if levels:
                 bar.n = 100 * levels[0].progress
-                bar.set_postfix_str(levels[-1].desc or "")
+                inner = [f"{level.desc or ''} {level.progress:.0%}" for level in levels[1:]]
+                bar.set_postfix_str(", ".join(inner), refresh=False)
+            bar.refresh()
             time.sleep(POLL_SECONDS)
-        if not job.state.is_error():
-            bar.n = 100
-        bar.set_postfix_str(str(job.state))
+        bar.n = 0 if job.state.is_error() else 100
+        bar.set_postfix_str("failed" if job.state.is_error() else "done")
 
 
-def failure(job) -> str:
+def failure(job: Any) -> str:
     """What a failed job printed last."""
     return f"\n{job.relpath} failed. The last lines of {job.stderr}:\n{last_lines(job.stderr)}"
 

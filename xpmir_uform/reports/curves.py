@@ -1,5 +1,6 @@
 """Curves of what a run logged to TensorBoard."""
 
+import logging
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -12,6 +13,7 @@ def read_scalars(folder: Path, tag: str) -> tuple[list[int], list[float]]:
     Raises:
         ValueError: nothing was logged under that tag.
     """
+    logging.getLogger("tensorboard").setLevel(logging.WARNING)
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
     tags = events.Tags()["scalars"]

@@ -1,0 +1,167 @@
+"""Identifiers: frozen, moved by what changes the result and by nothing else."""
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+from xpm_torch import Random
+from xpm_torch.configuration import FabricConfiguration
+
+from xpmir_uform import (
+    BagSampler,
+    BalancedForm,
+    ContrastiveLoss,
+    CosineSchedule,
+    EmojiBags,
+    EmojiCollection,
+    EmojiRetrieval,
+    ImageShape,
+    Negatives,
+    PictureAugmentation,
+    PooledHead,
+    RankedForm,
+    RetrievalEvaluation,
+    RetrievalValidation,
+    SigmoidForm,
+    UFormEncoder,
+    UFormLearner,
+    UFormTrainer,
+    adamw,
+)
+
+FROZEN = Path(__file__).parent / "assets" / "identifiers.json"
+
+
+def identifier(config) -> str:
+    return config.__xpm__.identifier.all.hex()
+
+
+def collection(**params):
+    return EmojiCollection.C(
+        sha256="0" * 64, emoji_version="2.16.0", openmoji_version="17.0.0", languages=["en", "fr"], **params
+    )
+
+
+def encoder(**params):
+    return UFormEncoder.C(**{"depth": 2, "hidden": 128, "pooled": PooledHead.C(width=64), **params})
+
+
+def learner(*, trainer=None, loss=None, fabric=None, model=None, seed=1, **params):
+    return UFormLearner.C(
+        **{
+            "random": Random.C(seed=seed),
+            "model": model or encoder(),
+            "trainer": UFormTrainer.C(
+                **{
+                    "sampler": BagSampler.C(source=EmojiBags.C(collection=collection())),
+                    "batch_size": 96,
+                    "losses": [loss or ContrastiveLoss.C()],
+                    **(trainer or {}),
+                }
+            ),
+            "max_epochs": 10,
+            "steps_per_epoch": 70,
+            "optimizers": adamw(CosineSchedule.C(learning_rate=2e-3)),
+            "listeners": [],
+            "fabric_config": FabricConfiguration.C(**(fabric or {})),
+            **params,
+        }
+    )
+
+
+CONFIGURATIONS = {
+    "encoder": encoder,
+    "encoder with images": lambda: encoder(image=ImageShape.C(patch_side=8, max_side=32), seed=3),
+    "balanced loss": lambda: ContrastiveLoss.C(form=BalancedForm.C(), matryoshka_dimensions=[16, 64]),
+    "sigmoid loss across": lambda: ContrastiveLoss.C(negatives=Negatives.ACROSS, ambient_weight=0.5),
+    "ranked loss": lambda: ContrastiveLoss.C(form=RankedForm.C(), weight=2.0),
+    "schedule": lambda: CosineSchedule.C(learning_rate=1e-3, min_learning_rate=1e-5, warmup_steps=10, steps=100),
+    "emoji retrieval": lambda: EmojiRetrieval.C(collection=collection(limit=40), direction="text-image"),
+    "learner": learner,
+    "learner with validation": lambda: learner(
+        listeners=[
+            RetrievalValidation.C(
+                id="v", retrieval=EmojiRetrieval.C(collection=collection(), direction="text-text"), interval=2
+            )
+        ]
+    ),
+    "learner with augmentation": lambda: learner(trainer={"augmentation": PictureAugmentation.C(shift=3, noise=1.0)}),
+    "evaluation": lambda: RetrievalEvaluation.C(
+        model=encoder(), retrievals={"a": EmojiRetrieval.C(collection=collection(), direction="image-text")}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_identifiers_are_frozen(name):
+    """A change here orphans published results: give a changed meaning a Constant version instead."""
+    assert identifier(CONFIGURATIONS[name]()) == json.loads(FROZEN.read_text())[name]
+
+
+def test_every_frozen_identifier_is_tested():
+    assert json.loads(FROZEN.read_text()).keys() == CONFIGURATIONS.keys()
+
+
+META = {
+    "workers": {"trainer": {"num_workers": 5}},
+    "devices": {"fabric": {"devices": "4"}},
+    "strategy": {"fabric": {"strategy": "ddp"}},
+    "accelerator": {"fabric": {"accelerator": "cpu"}},
+    "checkpoints": {"checkpoint_interval": 3, "checkpoint_steps": 7, "keep": 5},
+    "back end": {"loss": lambda: ContrastiveLoss.C(backend="reference")},
+    "the default form, given": {"loss": lambda: ContrastiveLoss.C(form=SigmoidForm.C())},
+}
+
+PARAM = {
+    "seed": {"seed": 2},
+    "width": {"model": lambda: encoder(hidden=256)},
+    "initial weights": {"model": lambda: encoder(seed=9)},
+    "form": {"loss": lambda: ContrastiveLoss.C(form=RankedForm.C())},
+    "batch size": {"trainer": {"batch_size": 95}},
+    "precision": {"fabric": {"precision": "bf16-mixed"}},
+    "epochs": {"max_epochs": 11},
+}
+
+
+def made(params):
+    return learner(**{name: value() if callable(value) else value for name, value in params.items()})
+
+
+@pytest.mark.parametrize("name", META)
+def test_what_does_not_change_the_result_does_not_change_the_identifier(name):
+    assert identifier(made(META[name])) == identifier(learner())
+
+
+@pytest.mark.parametrize("name", PARAM)
+def test_what_changes_the_result_changes_the_identifier(name):
+    assert identifier(made(PARAM[name])) != identifier(learner())
+
+
+def all_configs():
+    """Every configuration class of the package."""
+    import importlib
+    import pkgutil
+
+    from experimaestro import Config
+
+    import xpmir_uform
+
+    for module in pkgutil.walk_packages(xpmir_uform.__path__, "xpmir_uform."):
+        importlib.import_module(module.name)
+    found, queue = set(), [Config]
+    while queue:
+        for cls in queue.pop().__subclasses__():
+            queue.append(cls)
+            if cls.__module__.startswith("xpmir_uform.") and not cls.__name__.endswith("XPMConfig"):
+                found.add(cls)
+    return sorted(found, key=lambda cls: cls.__qualname__)
+
+
+@pytest.mark.parametrize("cls", all_configs(), ids=lambda cls: cls.__name__)
+def test_every_configuration_pins_its_identifier_and_documents_its_fields(cls):
+    assert cls.__dict__.get("__xpmid__", "").startswith("uform."), f"{cls} pins no __xpmid__"
+    assert cls.__doc__
+    own = {name for name in inspect.get_annotations(cls) if name in cls.__getxpmtype__().arguments}
+    undocumented = [name for name in own if not cls.__getxpmtype__().arguments[name].help]
+    assert not undocumented, f"{cls.__name__} has undocumented fields: {undocumented}"
