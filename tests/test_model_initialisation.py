@@ -70,6 +70,18 @@ def test_the_draw_is_a_truncated_normal():
     assert (drawn**4).mean() == pytest.approx(2.37, abs=0.05)
 
 
+def test_deviations_are_those_documented():
+    state = full().state_dict()
+    expected = {
+        "encoder.bytes.weight": 0.3,
+        "encoder.patches.image.weight": 48**-0.5,
+        "encoder.blocks.0.attention.input.weight": 128**-0.5,
+        "encoder.blocks.1.feed_forward.output.weight": 320**-0.5 / 2,
+        "pooling.projection.weight": 128**-0.5,
+    }
+    assert {name: state[name].std().item() for name in expected} == pytest.approx(expected, rel=0.03)
+
+
 def test_states_keep_the_scale_of_their_inputs():
     encoder = Encoder(6, 256)
     initialise(encoder, seed=0, depth=6)

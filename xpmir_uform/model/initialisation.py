@@ -2,7 +2,8 @@
 
 Matrices are drawn from a normal truncated at two deviations, of variance 1 / fan-in (LeCun et al., "Efficient
 BackProp", 1998); those that write to the residual stream are smaller by sqrt(2 depth) (Radford et al., "Language models
-are unsupervised multitask learners", 2019). Vectors (norms, temperatures, biases) keep the values they were built with.
+are unsupervised multitask learners", 2019). Rows of the byte embedding have a deviation of their own. Vectors (norms,
+temperatures, biases) keep the values they were built with.
 """
 
 from math import prod, sqrt
@@ -15,6 +16,9 @@ from xpmir_uform.data.draws import Purpose, generator, key_of
 TRUNCATION = 2.0
 TRUNCATED_DEVIATION = 0.879_625_661_034_239_8
 """Standard deviation of a standard normal truncated at two deviations."""
+
+BYTE_DEVIATION = 0.3
+"""Of 0.02, 0.09, 0.3 and 1 the best, if narrowly, after 300 steps on names of emoji (depth 2, hidden 128)."""
 
 
 @torch.no_grad()
@@ -36,6 +40,8 @@ def initialise(module: nn.Module, seed: int, depth: int) -> None:
 
 def deviation(name: str, parameter: Tensor, depth: int) -> float:
     """The standard deviation of a matrix (output, input), or of an embedding (rows, hidden)."""
+    if name.endswith("bytes.weight"):
+        return BYTE_DEVIATION
     scale = 1 / sqrt(parameter.shape[1])
     return scale / sqrt(2 * depth) if name.endswith(".output.weight") else scale
 

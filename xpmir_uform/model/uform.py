@@ -107,6 +107,9 @@ class UFormEncoder(Module):
     def encode(self, items: Sequence[Item], batch_tokens: int = 16_384) -> Tensor:
         """Embeddings of items, in evaluation mode and without a graph.
 
+        To be called on the model itself: a data-parallel or mixed-precision wrapper would pass items through its own
+        conversions, which they do not survive.
+
         Args:
             items: of any modality that the model reads.
             batch_tokens: most tokens of one forward pass; an item with more comes alone. It changes results by rounding
