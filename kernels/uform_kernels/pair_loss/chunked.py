@@ -55,14 +55,13 @@ class _PairLoss(torch.autograd.Function):
 
 
 def sum_pairs(
-    embeddings: Tensor, inverse_temperature: Tensor, bias: Tensor, problem: Problem, wanted: tuple[bool, bool, bool]
+    embeddings: Tensor, inverse_temperature: Tensor, bias: Tensor, problem: Problem, wanted: tuple[bool, ...]
 ) -> tuple[Sums, Gradients]:
     """The sums over all cells, and the wanted gradients of (embeddings, inverse_temperature, bias)."""
     layout = Layout.of(problem)
     levels = Levels(layout.arrange(embeddings), problem.dimensions, inverse_temperature.dtype)
     groups = layout.arrange(problem.groups)[layout.anchors]
     temperature = shared(inverse_temperature, groups)
-    by_product = wanted[0] or (wanted[1] and not isinstance(temperature, Tensor))
     walk = Walk(
         levels,
         layout,
@@ -71,7 +70,7 @@ def sum_pairs(
         else _pointwise_rule(problem, temperature, shared(bias, groups), levels.count),
         ambient_weight=problem.ambient_weight,
         sums=Sums(levels.count, len(groups), embeddings.device),
-        gradient=Gradient(levels) if by_product else None,
+        gradient=Gradient(levels) if wanted[0] else None,
         forces=any(wanted),
     )
     tile_cells, other_cells = named_cells(problem, layout, levels.unit.dtype)
@@ -139,26 +138,18 @@ def _walk_single(walk: Walk, positives: Cells, tile_cells: Cells, other_cells: C
         add_forces(walk, positives.anchors, positives.columns, forces, cosines)
 
 
-def _gradients(
-    walk: Walk, problem: Problem, groups: Tensor, group_count: int, wanted: tuple[bool, bool, bool]
-) -> Gradients:
+def _gradients(walk: Walk, problem: Problem, groups: Tensor, group_count: int, wanted: tuple[bool, ...]) -> Gradients:
     """The wanted gradients, by item and by group, from what the walk added up."""
-    sums, dtype = walk.sums, walk.levels.unit.dtype
-    temperature = walk.rule.temperature
-    by_embeddings, by_temperature, by_bias = (
-        None,
-        sums.losses.new_zeros(group_count),
-        sums.losses.new_zeros(group_count),
-    )
-    if isinstance(temperature, Tensor):
-        by_temperature.index_add_(0, groups, sums.along)
+    sums, temperature = walk.sums, walk.rule.temperature
+    by_embeddings = None
     if walk.gradient is not None:
-        by_embeddings, along = walk.gradient.finish(1.0 if isinstance(temperature, Tensor) else temperature)
+        # Forces are on cosines where anchors have temperatures of their own, else on scores.
+        by_embeddings = walk.gradient.finish(1.0 if isinstance(temperature, Tensor) else temperature)
         by_embeddings = walk.layout.restore(by_embeddings)
-        if not isinstance(temperature, Tensor):
-            by_temperature += along
+    by_temperature, by_bias = sums.losses.new_zeros(2, group_count)
+    by_temperature.index_add_(0, groups, sums.along)
     # Differences of scores do not see the bias: the ranked forces cancel, but only up to rounding.
     if problem.form != "ranked":
         by_bias.index_add_(0, groups, sums.force.sum(0))
-    gradients = (by_embeddings, by_temperature.to(dtype), by_bias.to(dtype))
-    return tuple(value if want else None for value, want in zip(gradients, wanted, strict=True))
+    gradients = by_embeddings, *(values.to(walk.levels.unit.dtype) for values in (by_temperature, by_bias))
+    return tuple(gradient if want else None for gradient, want in zip(gradients, wanted, strict=True))

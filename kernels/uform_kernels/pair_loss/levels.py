@@ -13,6 +13,7 @@ N items, d coordinates, L levels, E edges.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # Edges whose two vectors are gathered at once; bounds the memory of edge cosines.
@@ -83,22 +84,15 @@ class Gradient:
                 self.unit[:, block].index_add_(0, row, force * levels.unit[column, block])
                 self.unit[:, block].index_add_(0, column, force * levels.unit[row, block])
 
-    def finish(self, factor: Tensor | float) -> tuple[Tensor, Tensor]:
-        """`factor` times the gradient of the embeddings (N, d), and the sum over levels and pairs of f_ij c_ij.
-
-        Consumes the gradient. The sum takes half of u . dL/du, in which each pair counts twice: no sum of products
-        over all cells can be as accurate, for there the cosines' signs cancel.
-        """
+    def finish(self, factor: float) -> Tensor:
+        """`factor` times the gradient of the embeddings (N, d). Consumes the gradient."""
         levels = self.levels
-        for radial, scale, dimension in zip(self.radial, levels.scales, levels.blocks, strict=False):
-            self.unit[:, : dimension.stop] -= (radial * scale.double() ** 2).to(scale)[:, None] * levels.unit[
-                :, : dimension.stop
-            ]
-        along = (levels.unit * self.unit).sum(1, keepdim=True)
-        total = (along.double().sum() + self.radial.sum()) / 2
-        self.unit -= along * levels.unit
+        for radial, scale, block in zip(self.radial, levels.scales, levels.blocks, strict=False):
+            prefix = slice(0, block.stop)
+            self.unit[:, prefix] -= (radial * scale**2).to(scale)[:, None] * levels.unit[:, prefix]
+        self.unit -= (levels.unit * self.unit).sum(1, keepdim=True) * levels.unit
         self.unit *= levels.shrink[:, None] * factor
-        return torch.nn.functional.pad(self.unit, (0, levels.width - self.unit.shape[1])), total
+        return F.pad(self.unit, (0, levels.width - self.unit.shape[1]))
 
 
 def reciprocal(norms: Tensor) -> Tensor:

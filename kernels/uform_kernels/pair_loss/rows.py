@@ -153,9 +153,9 @@ class RowWalk:
         sums.losses[1] += (losses[:, None] * cost).sum()
         if not walk.forces:
             return
+        sums.along[rows] += ((forces * cosines).sum(1, True) + (pulls * positives).sum(1, True)).mul(cost).squeeze(1)
         forces.scatter_add_(1, columns, pulls).mul_(cost)
         if isinstance(temperature, Tensor):
-            sums.along[rows] += (forces * cosines).sum(1)
             forces.mul_(temperature)
 
     def _places(self, rows: slice, columns: int) -> Tensor:

@@ -176,31 +176,39 @@ class TileWalk:
         weight = spread(rule.repel, rows, axis) * (self.walk.ambient_weight * times)
         flat = torch.mul(cosines, temperature, out=forces).add_(offset).view(-1)
         if named is not None:
-            cells, places = named
-            losses, on_cells = cell_terms(rule, flat[places], cells)
-            sums.losses += losses.sum(1)
-            if level == self.walk.levels.count - 1:
-                self._add_cosines(cosines.view(-1)[places], cells)
-            flat.index_fill_(0, places, float("-inf"))
+            on_cells = self._name(level, *named, flat[named[1]], cosines)
+            flat.index_fill_(0, named[1], float("-inf"))
         if kin is not None:
             forces.masked_fill_(kin, float("-inf"))
         scratch = softplus(forces, out=shaped(self.scratch, forces.shape))
-        sums.losses[1] += (
-            (scratch.sum(axis, keepdim=True) * weight).sum() if axis is not None else scratch.sum() * weight
-        )
+        total = scratch.sum() if axis is None else scratch.sum(axis, keepdim=True)
+        sums.losses[1] += (total * weight).sum()
         if not self.walk.forces:
             return
         forces.sigmoid_().mul_(weight)
+        axis = 1 if axis is None else axis
+        sums.force[level, rows] += forces.sum(axis)
+        sums.along[rows] += torch.mul(forces, cosines, out=scratch).sum(axis)
         if named is not None:
-            flat[places] = on_cells
-        sums.force[level, rows] += forces.sum(1 if axis is None else axis)
+            flat[named[1]] = on_cells
         if isinstance(temperature, Tensor):
-            sums.along[rows] += torch.mul(forces, cosines, out=scratch).sum(axis)
             forces.mul_(temperature)
 
-    def _add_cosines(self, cosines: Tensor, cells: Cells) -> None:
-        repel = cells.repel - self.walk.ambient_weight * cells.ambient
-        self.walk.sums.cosines += (torch.stack([cells.attract, repel]) * cosines).sum(1)
+    def _name(self, level: int, cells: Cells, places: Tensor, scores: Tensor, cosines: Tensor) -> Tensor:
+        """Adds a tile's named cells to the sums and answers dL/ds of each.
+
+        Apart from the ambient cells, whose forces are so much smaller that a sum of both would round them away.
+        """
+        walk, sums = self.walk, self.walk.sums
+        cosines = cosines.view(-1)[places]
+        losses, forces = cell_terms(walk.rule, scores, cells)
+        sums.losses += losses.sum(1)
+        if level == walk.levels.count - 1:
+            repel = cells.repel - walk.ambient_weight * cells.ambient
+            sums.cosines += (torch.stack([cells.attract, repel]) * cosines).sum(1)
+        if walk.forces:
+            sums.add(level, cells.anchors, forces, cosines)
+        return forces
 
 
 def all_cosines(unit: Tensor, layout: Layout) -> Tensor:

@@ -42,14 +42,18 @@ class Sums:
     losses: (2,) the attract and the repel part
     cosines: (2,) sums of weight times cosine, at the last level
     force: (L, R) sum over j of dL/ds_ij; of a uniform rule only its total means something
-    along: (R,) sum over levels and j of dL/ds_ij c_ij; only where anchors have temperatures of their own, for a
-        shared one's gradient follows from that of the embeddings
+    along: (R,) sum over levels and j of dL/ds_ij c_ij; of a uniform rule only its total means something
     """
 
     def __init__(self, levels: int, rows: int, device: torch.device) -> None:
         self.losses, self.cosines, self.force, self.along = (
             torch.zeros(shape, dtype=torch.float64, device=device) for shape in ((2,), (2,), (levels, rows), (rows,))
         )
+
+    def add(self, level: int, anchors: Tensor, forces: Tensor, cosines: Tensor) -> None:
+        """Adds dL/ds (E,) of listed cells of a level, whose cosines are (E,)."""
+        self.force[level].index_add_(0, anchors, forces.double())
+        self.along.index_add_(0, anchors, (forces * cosines).double())
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,8 +107,8 @@ def walk_cells(walk: Walk, cells: Cells) -> None:
 
 def add_forces(walk: Walk, anchors: Tensor, columns: Tensor, forces: Tensor, cosines: Tensor) -> None:
     """Adds dL/ds (L, E) of listed cells, whose cosines are (L, E), to the sums and the gradient."""
-    walk.sums.force.index_add_(1, anchors, forces.double())
-    walk.sums.along.index_add_(0, anchors, (forces * cosines).sum(0).double())
+    for level in range(walk.levels.count):
+        walk.sums.add(level, anchors, forces[level], cosines[level])
     if walk.gradient is None:
         return
     if isinstance(walk.rule.temperature, Tensor):
