@@ -18,7 +18,7 @@ TILE_CELLS = 1 << 20
 # Document tokens of a tile: enough for a good product, few enough that the tile keeps many query tokens.
 RUN_TOKENS = 512
 # Entries whose gradients are sorted and summed at once.
-GRADIENT_ENTRIES = 1 << 19
+GRADIENT_ENTRIES = 1 << 17
 
 
 def maxsim(
