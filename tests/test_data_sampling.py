@@ -35,7 +35,7 @@ def contents(steps):
 
 
 def read(start, count, workers, batch_size=4):
-    steps = iterate_steps(StepDataset(sampler(), batch_size, {}, None), start, workers)
+    steps = iterate_steps(StepDataset(sampler(), batch_size, {}), start, workers)
     return contents(next(steps) for _ in range(count))
 
 

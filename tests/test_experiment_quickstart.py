@@ -76,7 +76,7 @@ def test_it_prints_what_was_trained_and_a_table(first):
 def test_the_table_holds_what_the_evaluations_measured(first):
     workspace, done = first
     results = [
-        json.loads(path.read_text()) for path in (workspace / "jobs").glob("uform.retrieval-evaluation/*/*.json")
+        json.loads(path.read_text()) for path in (workspace / "jobs").glob("uform.retrieval-evaluation/*/results.json")
     ]
     assert len(results) == 2
     printed = table_of(done.stdout)

@@ -8,8 +8,9 @@ from xpmir_uform import Bag, Batch, ContrastiveLoss, Item, Negatives, PooledHead
 from xpmir_uform.data.decoding import decode
 from xpmir_uform.losses.base import Encoded
 from xpmir_uform.model.packing import pack
-from xpmir_uform.trainer.loader import LoadedStep, bag_ranges, collect
-from xpmir_uform.trainer.step import Microbatch, exact_step, join
+from xpmir_uform.trainer.loader import LoadedStep, sizes
+from xpmir_uform.trainer.ranks import Ranks
+from xpmir_uform.trainer.step import Engine, Microbatch, Share, exact_step, gather
 
 WORDS = ["ant", "bee", "a much longer text than the others", "cat", "dog", "", "elk", "fox"]
 
@@ -27,21 +28,24 @@ def model():
 def loaded():
     bags = [Bag.alike([Item.text(word), Item.text(word[::-1] + "!"), Item.text(word * 2 + "?")]) for word in WORDS[:7]]
     batch = Batch.of(bags)
-    return LoadedStep(0, batch, [decode(item, {}) for bag in bags for item in bag.items])
+    segments = [decode(item, {}) for bag in bags for item in bag.items]
+    return LoadedStep(0, batch, [range(len(batch))], sizes(bags, segments, 0), segments)
 
 
 def microbatches(step, parts):
-    return [Microbatch(pack(collect(step, bags)), torch.tensor([n for bag in bags for n in bag])) for bags in parts]
+    numbers = [[number for bag in bags for number in bag.items] for bags in parts]
+    return [Microbatch(pack(step.collect(part)), torch.tensor(part)) for part in numbers]
 
 
 def run(model, step, parts, losses):
     model.zero_grad()
 
-    def forward(packed):
-        outputs = model(packed)
+    def forward(microbatch):
+        outputs = model(microbatch.packed)
         return Encoded(outputs.embeddings, outputs.inverse_temperature, outputs.bias)
 
-    values = exact_step(forward, torch.Tensor.backward, microbatches(step, parts), losses, step.batch)
+    share = Share(step.batch, step.shares, microbatches(step, parts))
+    values = exact_step(Engine(forward, torch.Tensor.backward), share, losses)
     gradient = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     return values, gradient
 
@@ -51,7 +55,11 @@ def direct(model, step, losses):
     model.zero_grad()
     outputs = model(pack(step.segments))
     encoded = Encoded(outputs.embeddings, outputs.inverse_temperature, outputs.bias)
-    sum(loss.weight * loss.compute(encoded, step.batch).value for loss in losses).backward()
+    rows = range(len(step.batch))
+    parts = [
+        loss.weight * loss.compute(encoded, step.batch, rows, loss.counts(step.batch, rows)).value for loss in losses
+    ]
+    sum(parts).backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
@@ -64,7 +72,7 @@ def cuts(bags, size):
 def test_microbatches_give_the_gradient_of_the_whole_batch(model, loaded, size, form):
     loss = ContrastiveLoss.C(weight=0.7, **({"form": RankedForm.C()} if form == "ranked" else {})).instance()
     expected = direct(model, loaded, [loss])
-    _, found = run(model, loaded, cuts(bag_ranges(loaded.batch), size), [loss])
+    _, found = run(model, loaded, cuts(loaded.bags, size), [loss])
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}")
 
@@ -72,7 +80,7 @@ def test_microbatches_give_the_gradient_of_the_whole_batch(model, loaded, size, 
 def test_bags_in_another_order_give_the_same_gradient(model, loaded):
     loss = ContrastiveLoss.C().instance()
     expected = direct(model, loaded, [loss])
-    bags = bag_ranges(loaded.batch)
+    bags = loaded.bags
     _, found = run(model, loaded, [[bags[6], bags[0]], [bags[3]], [bags[5], bags[1], bags[4], bags[2]]], [loss])
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-13)
@@ -80,7 +88,7 @@ def test_bags_in_another_order_give_the_same_gradient(model, loaded):
 
 def test_temperature_and_bias_are_counted_once(model, loaded):
     loss = ContrastiveLoss.C().instance()
-    bags = bag_ranges(loaded.batch)
+    bags = loaded.bags
     _, whole = run(model, loaded, [bags], [loss])
     _, parts = run(model, loaded, cuts(bags, 1), [loss])
     for name in ("pooling.log_inverse_temperature", "pooling.bias"):
@@ -90,7 +98,7 @@ def test_temperature_and_bias_are_counted_once(model, loaded):
 
 def test_one_microbatch_runs_the_model_once_and_k_run_it_2k_minus_1_times(model, loaded):
     loss = ContrastiveLoss.C().instance()
-    bags = bag_ranges(loaded.batch)
+    bags = loaded.bags
     calls = []
     handle = model.encoder.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     run(model, loaded, [bags], [loss])
@@ -102,13 +110,10 @@ def test_one_microbatch_runs_the_model_once_and_k_run_it_2k_minus_1_times(model,
 
 
 def test_embeddings_are_joined_in_the_order_of_the_batch():
-    parts = [
-        Microbatch(None, torch.tensor([2, 0])),
-        Microbatch(None, torch.tensor([1])),
-    ]
+    share = Share(None, [range(3)], [Microbatch(None, torch.tensor([2, 0])), Microbatch(None, torch.tensor([1]))])
     one = torch.ones(1)
     outputs = [Encoded(torch.tensor([[2.0], [0.0]]), one, one), Encoded(torch.tensor([[1.0]]), one, one)]
-    assert join(parts, outputs).embeddings.tolist() == [[0.0], [1.0], [2.0]]
+    assert gather(Engine(None, None, Ranks()), share, outputs).embeddings.tolist() == [[0.0], [1.0], [2.0]]
 
 
 def test_a_two_pass_step_by_hand():
@@ -122,12 +127,12 @@ def test_a_two_pass_step_by_hand():
     x = torch.eye(2, dtype=torch.float64)
     batch = Batch.of([Bag.alike([Item.text("a"), Item.text("b")])])
 
-    def forward(numbers):
-        return Encoded(w * x[numbers], temperature, bias)
+    def forward(microbatch):
+        return Encoded(w * x[microbatch.numbers], temperature, bias)
 
-    parts = [Microbatch(torch.tensor([i]), torch.tensor([i])) for i in range(2)]
+    parts = [Microbatch(None, torch.tensor([i])) for i in range(2)]
     loss = ContrastiveLoss.C(negatives=Negatives.NAMED).instance()
-    values = exact_step(forward, torch.Tensor.backward, parts, [loss], batch)
+    values = exact_step(Engine(forward, torch.Tensor.backward), Share(batch, [range(2)], parts), [loss])
     s = 0.5
     assert values["contrastive"].value.item() == pytest.approx(torch.nn.functional.softplus(torch.tensor(-s)).item())
     assert bias.grad.item() == pytest.approx(-torch.sigmoid(torch.tensor(-s)).item(), abs=1e-7)

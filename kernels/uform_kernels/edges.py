@@ -82,6 +82,12 @@ class Edges:
         weights = None if self.weights is None else self.weights.to(device)
         return Edges(self.offsets.to(device), self.ids.to(device), weights)
 
+    def part(self, start: int, stop: int) -> "Edges":
+        """The edges of the anchors start..stop - 1."""
+        first, last = int(self.offsets[start]), int(self.offsets[stop])
+        weights = None if self.weights is None else self.weights[first:last]
+        return Edges(self.offsets[start : stop + 1] - first, self.ids[first:last], weights)
+
     def anchors(self) -> Tensor:
         """(E,) int64: the row, from 0, that each edge leaves."""
         lengths = self.offsets.diff()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xpmir_uform.data.vocabulary import Modality
+from xpmir_uform.data.vocabulary import Modality, Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +29,8 @@ class Segment:
     def tokens(self) -> int:
         """T."""
         return len(self.values)
+
+
+def blank_text(length: int) -> Segment:
+    """A text of ``length`` empty slots: what stands in for content where only its size matters."""
+    return Segment(Modality.TEXT, np.full(length, Slot.EMPTY, dtype=np.int16), (1, 1, length))

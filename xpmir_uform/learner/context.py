@@ -25,6 +25,11 @@ class UFormContext(TrainerContext):
         model = self.state.model
         return getattr(model, "_original_module", getattr(model, "module", model))
 
+    @property
+    def scaler(self):
+        """Fabric's gradient scaler, which ``16-mixed`` has on a GPU; else None."""
+        return getattr(self.fabric.strategy.precision, "scaler", None)
+
     def save_checkpoint(self) -> None:
         """Commits a checkpoint of the current step, points ``last`` at it and prunes the oldest."""
         if not self.is_global_zero():
@@ -36,6 +41,7 @@ class UFormContext(TrainerContext):
                 "epoch": self.epoch,
                 "steps": self.steps,
                 "metrics": checkpoint.metrics_to_json(self.epoch_metrics),
+                "scaler": None if self.scaler is None else self.scaler.state_dict(),
             }
             commit_folder(
                 path,
@@ -64,6 +70,8 @@ class UFormContext(TrainerContext):
         self.state.optimizer.load_state_dict(optimizer)
         self.state.load_state_dict(state)
         self.epoch_metrics = checkpoint.metrics_from_json(state["metrics"])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
         self.state.path = path
         return True
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from time import perf_counter
 
 import numpy as np
@@ -20,6 +21,17 @@ from xpmir_uform.learner import checkpoint
 from xpmir_uform.learner.context import UFormContext
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def default_dtype(precision: str) -> Iterator[None]:
+    """torch's default type, within which Fabric answers: in ``64-true`` too it converts outputs to that type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if precision == "64-true" else before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 class UFormLearner(Learner, ResumableTask):
@@ -66,10 +78,11 @@ class UFormLearner(Learner, ResumableTask):
         """Trains to the end, or until every listener asks to stop."""
         fabric = self.fabric_config.get_fabric()
         fabric.launch()
-        self._initialize(fabric)
-        self._wrap(fabric)
-        self._train(fabric)
-        self._report_hyperparameters(fabric)
+        with default_dtype(self.fabric_config.precision):
+            self._initialize(fabric)
+            self._wrap(fabric)
+            self._train(fabric)
+            self._report_hyperparameters(fabric)
 
     def _initialize(self, fabric) -> None:
         """Builds context, model, trainer, listeners and optimizers, in the order of the stock learner."""

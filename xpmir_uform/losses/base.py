@@ -34,7 +34,7 @@ class LossValue:
 
     Args:
         value: 0-d, differentiable.
-        stats: detached numbers by name.
+        stats: numbers by name that, like the value, add up over parts of the batch.
     """
 
     value: torch.Tensor
@@ -53,5 +53,15 @@ class BatchLoss(Config, ABC):
     """The name it is logged under"""
 
     @abstractmethod
-    def compute(self, encoded: Encoded, batch: Batch) -> LossValue:
-        """The unweighted loss of the whole global batch."""
+    def counts(self, batch: Batch, rows: range) -> torch.Tensor:
+        """(k,) float64: the normalisers that the items ``rows`` add to the batch's, known before any forward pass."""
+
+    @abstractmethod
+    def compute(self, encoded: Encoded, batch: Batch, rows: range, counts: torch.Tensor) -> LossValue:
+        """The part of the unweighted loss that the items ``rows`` add.
+
+        Args:
+            encoded: all items of the global batch.
+            rows: whose anchors are summed.
+            counts: (k,) float64, the sum of :meth:`counts` over the whole batch.
+        """

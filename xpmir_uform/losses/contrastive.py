@@ -3,11 +3,12 @@
 Letters: N items of the global batch, d embedding width.
 """
 
-from collections.abc import Sequence
 from enum import StrEnum
+from typing import Any
 
+import torch
 from experimaestro import Meta, Param
-from uform_kernels import pair_loss
+from uform_kernels import Edges, Normalizers, pair_loss, pair_normalizers
 
 from xpmir_uform.data.batch import Batch
 from xpmir_uform.data.fields import default
@@ -29,34 +30,13 @@ class Negatives(StrEnum):
     """As AMBIENT, but only items of another modality"""
 
 
-def contrastive(
-    encoded: Encoded,
-    batch: Batch,
-    *,
-    form: str,
-    negatives: Negatives,
-    ambient_weight: float,
-    dimensions: Sequence[int] | None,
-    backend: str,
-) -> LossValue:
-    """The pair loss of the whole global batch; see :func:`uform_kernels.pair_loss` for the formulas."""
-    device = encoded.embeddings.device
-    out = pair_loss(
-        encoded.embeddings,
-        attract=batch.attract.to(device),
-        repel=batch.repel.to(device),
-        ignore=batch.ignore.to(device),
-        form=form,
-        negatives=str(negatives),
-        families=batch.families.to(device) if negatives is Negatives.ACROSS else None,
-        ambient_weight=ambient_weight,
-        inverse_temperature=encoded.inverse_temperature,
-        bias=encoded.bias,
-        groups=batch.groups.to(device),
-        dimensions=dimensions,
-        backend=backend,
-    )
-    return LossValue(out.loss, {name: float(value) for name, value in out.stats.items()})
+STATS = ("attract_loss", "repel_loss", "attract_cosine", "repel_cosine")
+
+
+def edges_of(batch: Batch, rows: range, device: torch.device | str = "cpu") -> dict[str, Edges]:
+    """The edges of the anchors ``rows``, by the kernel's names."""
+    sets = {"attract": batch.attract, "repel": batch.repel, "ignore": batch.ignore}
+    return {name: edges.part(rows.start, rows.stop).to(device) for name, edges in sets.items()}
 
 
 class ContrastiveLoss(BatchLoss):
@@ -81,14 +61,35 @@ class ContrastiveLoss(BatchLoss):
 
     NAME = "contrastive"
 
-    def compute(self, encoded: Encoded, batch: Batch) -> LossValue:
-        """The unweighted loss of the whole global batch."""
-        return contrastive(
-            encoded,
-            batch,
-            form=self.form.NAME,
-            negatives=self.negatives,
-            ambient_weight=self.ambient_weight,
+    def counts(self, batch: Batch, rows: range) -> torch.Tensor:
+        """(3,) float64: attract weight, repel weight, anchors."""
+        return pair_normalizers(
+            **edges_of(batch, rows),
+            count=len(batch),
+            families=batch.families,
+            rows=(rows.start, rows.stop),
+            **self._kind(),
+        ).values
+
+    def compute(self, encoded: Encoded, batch: Batch, rows: range, counts: torch.Tensor) -> LossValue:
+        """The part of the unweighted loss that the items ``rows`` add."""
+        device = encoded.embeddings.device
+        out = pair_loss(
+            encoded.embeddings,
+            **edges_of(batch, rows, device),
+            families=batch.families.to(device),
+            inverse_temperature=encoded.inverse_temperature,
+            bias=encoded.bias,
+            groups=batch.groups.to(device),
             dimensions=self.matryoshka_dimensions or None,
+            rows=(rows.start, rows.stop),
+            normalizers=Normalizers(counts.to(device)),
             backend=self.backend,
+            describe=batch.describe,
+            **self._kind(),
         )
+        return LossValue(out.loss, {name: float(out.stats[name]) for name in STATS})
+
+    def _kind(self) -> dict[str, Any]:
+        """What decides which cells there are and how they are weighted."""
+        return {"form": self.form.NAME, "negatives": str(self.negatives), "ambient_weight": self.ambient_weight}

@@ -96,7 +96,8 @@ class UFormEncoder(Module):
         if self.pooling is None:
             return Outputs(states)
         embeddings = self.pooling(states, packed.lengths)
-        return Outputs(states, embeddings, self.pooling.inverse_temperature(), self.pooling.bias)
+        # A copy: data-parallel wrappers look for parameters in the graph of what is returned, and a bare one has none.
+        return Outputs(states, embeddings, self.pooling.inverse_temperature(), self.pooling.bias.clone())
 
     def clamp_temperature(self) -> None:
         """Bound the learned inverse temperatures in place; to be called after each optimizer step."""

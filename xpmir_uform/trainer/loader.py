@@ -1,61 +1,113 @@
-"""Loading: step t's global batch, decoded, by any number of workers in the order of the steps."""
+"""Loading: step t's global batch, this rank's part of it decoded, by any number of workers, in order."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from xpmir_uform.batching.balance import balance
+from xpmir_uform.batching.sizes import BagSize
 from xpmir_uform.data.augmentation import PictureAugmentation
 from xpmir_uform.data.batch import Batch
 from xpmir_uform.data.decoding import decode
 from xpmir_uform.data.draws import WORD
-from xpmir_uform.data.items import Item
+from xpmir_uform.data.items import Bag, Item, count_items
 from xpmir_uform.data.sampling import BagSampler
 from xpmir_uform.data.segments import Segment
 from xpmir_uform.data.shapes import ImageShape
 from xpmir_uform.data.vocabulary import Modality
+from xpmir_uform.model.encoding import most_tokens
 
 Shapes = Mapping[Modality, ImageShape]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedStep:
-    """The global batch of one step.
+    """The global batch of one step as one rank sees it.
 
     Args:
         number: the step.
-        batch: its items and edges.
-        segments: the decoded items, in the batch's order.
+        batch: all its items, rank after rank, and their edges.
+        shares: the items of each rank.
+        bags: the bags of this rank.
+        segments: the decoded items of this rank, in the batch's order.
     """
 
     number: int
     batch: Batch
+    shares: Sequence[range]
+    bags: Sequence[BagSize]
     segments: Sequence[Segment]
+
+    def collect(self, numbers: Sequence[int]) -> list[Segment]:
+        """The segments of some of this rank's items, by their numbers in the batch."""
+        start = self.bags[0].items.start
+        return [self.segments[number - start] for number in numbers]
 
 
 class StepDataset(Dataset):
-    """Step t by its number."""
+    """Step t by its number.
+
+    Args:
+        sampler: whose bags of step t are a function of (seed, t).
+        batch_size: bags of a global batch.
+        shapes: how each modality is decoded.
+        augmentation: what is done to pictures.
+        rank, ranks: this one, and how many there are.
+    """
 
     def __init__(
-        self, sampler: BagSampler, batch_size: int, shapes: Shapes, augmentation: PictureAugmentation | None
+        self,
+        sampler: BagSampler,
+        batch_size: int,
+        shapes: Shapes,
+        augmentation: PictureAugmentation | None = None,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         self.sampler = sampler
         self.batch_size = batch_size
         self.shapes = shapes
         self.augmentation = augmentation
+        self.rank = rank
+        self.ranks = ranks
 
     def __getitem__(self, number: int) -> LoadedStep:
-        bags = self.sampler.bags(number, self.batch_size)
-        batch = Batch.of(bags, deduplicate=self.sampler.deduplicate)
-        return LoadedStep(number, batch, [self.segment(item, number) for bag in bags for item in bag.items])
+        by_rank = share_out(self.sampler.bags(number, self.batch_size), self.ranks, self.shapes)
+        batch = Batch.of([bag for bags in by_rank for bag in bags], deduplicate=self.sampler.deduplicate)
+        ends = [0, *accumulate(count_items(bags) for bags in by_rank)]
+        shares = [range(start, stop) for start, stop in pairwise(ends)]
+        mine = by_rank[self.rank]
+        segments = [self.segment(item, number) for bag in mine for item in bag.items]
+        return LoadedStep(number, batch, shares, sizes(mine, segments, shares[self.rank].start), segments)
 
     def segment(self, item: Item, number: int) -> Segment:
         """The decoded item as step ``number`` sees it."""
         if self.augmentation is None:
             return decode(item, self.shapes)
         return self.augmentation.decode(item, self.shapes, self.sampler.seed, number)
+
+
+def share_out(bags: Sequence[Bag], ranks: int, shapes: Shapes) -> list[list[Bag]]:
+    """The bags of each rank: every bag once, the token counts balanced, the same on every rank."""
+    costs = [sum(most_tokens(item, shapes) for item in bag.items) for bag in bags]
+    return [[bags[number] for number in part] for part in balance(costs, ranks)]
+
+
+def sizes(bags: Sequence[Bag], segments: Sequence[Segment], first: int) -> list[BagSize]:
+    """The sizes of consecutive bags whose first item is number ``first`` of the batch."""
+    ends = [0, *accumulate(len(bag.items) for bag in bags)]
+    return [
+        BagSize(
+            items=range(first + start, first + stop),
+            lengths=tuple(segment.tokens for segment in segments[start:stop]),
+            key=bag.items[0].key,
+            choices=sum(len(item.choices) for item in bag.items),
+        )
+        for bag, (start, stop) in zip(bags, pairwise(ends), strict=True)
+    ]
 
 
 def iterate_steps(dataset: StepDataset, start: int, workers: int) -> Iterator[LoadedStep]:
@@ -69,14 +121,3 @@ def iterate_steps(dataset: StepDataset, start: int, workers: int) -> Iterator[Lo
             generator=torch.Generator(),
         )
     )
-
-
-def bag_ranges(batch: Batch) -> list[range]:
-    """The items of each bag: what batchers split a step into."""
-    offsets = batch.bags.tolist()
-    return [range(start, stop) for start, stop in pairwise(offsets)]
-
-
-def collect(step: LoadedStep, bags: Sequence[range]) -> list[Segment]:
-    """The segments of some bags of a step."""
-    return [step.segments[number] for bag in bags for number in bag]

@@ -1,6 +1,7 @@
 """The trainer: what one step of training does, for any learner of xpm-torch."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -11,17 +12,21 @@ from xpm_torch.metrics import ScalarMetric
 from xpm_torch.trainers import LossTrainer
 from xpm_torch.trainers.context import TrainerContext
 
+from xpmir_uform.batching.sizes import BagSize
 from xpmir_uform.data.augmentation import PictureAugmentation
+from xpmir_uform.data.draws import Purpose, generator
 from xpmir_uform.data.fields import default
+from xpmir_uform.data.segments import Segment, blank_text
 from xpmir_uform.losses.base import BatchLoss, Encoded
-from xpmir_uform.model import Packed, pack
-from xpmir_uform.trainer.loader import LoadedStep, StepDataset, bag_ranges, collect, iterate_steps
-from xpmir_uform.trainer.step import Microbatch, exact_step
+from xpmir_uform.model import pack
+from xpmir_uform.trainer.loader import LoadedStep, StepDataset, iterate_steps
+from xpmir_uform.trainer.ranks import Ranks
+from xpmir_uform.trainer.step import Engine, Microbatch, Share, exact_step
 from xpmir_uform.trainer.temperature import TemperatureClamp
 
 
 class UFormTrainer(LossTrainer):
-    """Trains on global batches of ``batch_size`` bags, exactly, whatever microbatches the batcher makes of them."""
+    """Trains on global batches of ``batch_size`` bags, exactly, whatever microbatches and ranks they are split into."""
 
     __xpmid__ = "uform.trainer"
 
@@ -44,7 +49,20 @@ class UFormTrainer(LossTrainer):
         super().initialize(random, context)
         self.model.initialize()
         context.add_hook(TemperatureClamp.C().instance())
-        self.dataset = StepDataset(self.sampler, self.batch_size, self.model.shapes, self.augmentation)
+        self.ranks = Ranks(context.fabric.global_rank, context.fabric.world_size)
+        self.dataset = StepDataset(
+            self.sampler, self.batch_size, self.model.shapes, self.augmentation, self.ranks.rank, self.ranks.count
+        )
+
+    def pre_train_setup(self, fabric) -> None:
+        """Lets the batcher measure the model before it is wrapped."""
+        self.batcher_worker.pre_train_setup(probe_fn=self.probe, fabric=fabric)
+        self.context.state.optimizer.zero_grad()
+
+    def probe(self, lengths: Sequence[int]) -> None:
+        """One forward and backward pass over texts of these lengths, on the model as it is now."""
+        packed = pack([blank_text(length) for length in lengths]).to(self.model.device)
+        self.model(packed).embeddings.sum().backward()
 
     def iter_batches(self) -> Iterator[LoadedStep]:
         """The global batches from the context's step on: resuming is setting that integer."""
@@ -59,30 +77,44 @@ class UFormTrainer(LossTrainer):
 
     def process_batch(self, batch: LoadedStep) -> None:
         """Adds the gradient of the whole global batch to the parameters and logs its losses."""
-        self.batcher_worker.process_withreplay(bag_ranges(batch.batch), partial(self._run, batch))
+        self.batcher_worker.process_withreplay(batch.bags, partial(self.step, batch))
 
-    def _run(self, step: LoadedStep, parts: Iterator[Sequence[range]], count: int) -> None:
+    def step(self, loaded: LoadedStep, parts: Iterator[Sequence[BagSize]], count: int) -> None:
+        """The exact step in ``count`` microbatches; called again with smaller ones when memory runs out."""
         self.context.state.optimizer.zero_grad()
-        values = exact_step(
-            self._forward,
-            self._backward,
-            [self._microbatch(step, bags) for bags in parts],
-            self.losses,
-            step.batch,
+        several = self.ranks.count > 1
+        share = Share(
+            loaded.batch,
+            loaded.shares,
+            [self.microbatch(loaded, bags) for bags in parts if bags],
+            closing=self.packed([blank_text(1)], torch.zeros(0, dtype=torch.int64), 0) if several else None,
         )
-        items = len(step.segments)
+        values = exact_step(Engine(self.forward, self.backward, self.ranks, self.unsynchronised), share, self.losses)
         for name, value in values.items():
-            self.context.add_metric(ScalarMetric(name, value.value.item(), items))
+            self.context.add_metric(ScalarMetric(name, value.value.item(), len(loaded.batch)))
             for key, number in value.stats.items():
-                self.context.add_metric(ScalarMetric(f"{name}/{key}", number, items))
+                self.context.add_metric(ScalarMetric(f"{name}/{key}", number, len(loaded.batch)))
 
-    def _microbatch(self, step: LoadedStep, bags: Sequence[range]) -> Microbatch:
-        numbers = torch.tensor([number for bag in bags for number in bag])
-        return Microbatch(pack(collect(step, bags)).to(self.model.device), numbers)
+    def microbatch(self, loaded: LoadedStep, bags: Sequence[BagSize]) -> Microbatch:
+        """Some bags of this rank, ready for the model."""
+        numbers = [number for bag in bags for number in bag.items]
+        draw = generator(self.sampler.seed, Purpose.DROPOUT, loaded.number, bags[0].key)
+        return self.packed(loaded.collect(numbers), torch.tensor(numbers), int(draw.integers(2**63)))
 
-    def _forward(self, packed: Packed) -> Encoded:
-        outputs = self._fabric_model(packed)
+    def packed(self, segments: Sequence[Segment], numbers: torch.Tensor, seed: int) -> Microbatch:
+        """Segments on the model's device."""
+        return Microbatch(pack(segments).to(self.model.device), numbers, seed)
+
+    def forward(self, microbatch: Microbatch) -> Encoded:
+        """The model, wrapped by Fabric, on one microbatch; what it draws from torch's generator is keyed."""
+        torch.manual_seed(microbatch.seed)
+        outputs = self._fabric_model(microbatch.packed)
         return Encoded(outputs.embeddings, outputs.inverse_temperature, outputs.bias)
 
-    def _backward(self, value: torch.Tensor) -> None:
-        self.context.backward(self.context.state.optimizer.scale(value))
+    def backward(self, value: torch.Tensor) -> None:
+        """Adds a gradient; the factor undoes the mean that data-parallel strategies take over ranks."""
+        self.context.backward(self.context.state.optimizer.scale(value * self.ranks.count))
+
+    def unsynchronised(self) -> AbstractContextManager:
+        """Within it gradients stay on this rank."""
+        return self.context.fabric.no_backward_sync(self._fabric_model)
