@@ -128,6 +128,22 @@ def test_the_first_maximum_takes_the_whole_gradient(backend, places):
     assert torch.equal(gradient, expected)
 
 
+def test_a_filled_up_document_keeps_its_last_token(backend):
+    """Tiles repeat it beyond the document's end; a copy's product may round up and win, yet stands for the token."""
+    lengths = [*range(50, 66)]
+    generator = torch.Generator().manual_seed(9)
+    queries = torch.rand(70, 96, generator=generator).to(device_of(backend))
+    ends = offsets_of(lengths).to(queries.device)
+    documents = -torch.rand(sum(lengths), 96, generator=generator).to(queries.device)
+    documents[ends[1:] - 1] *= -1
+    documents.requires_grad_()
+    scores = maxsim(queries, offsets_of([70]).to(queries.device), documents, ends, backend=backend)
+    (gradient,) = torch.autograd.grad(scores.sum(), documents)
+    expected = torch.zeros_like(documents)
+    expected[ends[1:] - 1] = queries.mean(0)
+    torch.testing.assert_close(gradient, expected)
+
+
 def test_permuting_queries_and_documents_permutes_scores(backend):
     queries, query_offsets, documents, document_offsets = (x.detach() for x in problem(backend))
     scores = maxsim(queries, query_offsets, documents, document_offsets, backend=backend)
