@@ -53,7 +53,9 @@ class UFormBatcherWorker(PowerAdaptativeBatcherWorker):
             fabric: of the learner; None: this process alone, on the first GPU if there is one.
         """
         self.fabric = fabric
-        self.device = fabric.device if fabric is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = (
+            fabric.device if fabric is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        )
         if self.device.type != "cuda" and not self.batcher.memory:
             logger.info("memory has no bound: microbatches are bounded by the batch shape alone")
             return

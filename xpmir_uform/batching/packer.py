@@ -32,15 +32,16 @@ def first_fit(costs: np.ndarray, budget: float, needs: np.ndarray, limits: Seque
         Ascending numbers, microbatch by microbatch. Bags of equal cost and needs keep their order, and no other order
         of the bags is looked at. O(B log B) in all.
     """
-    order = np.lexsort((*-needs.T, -costs))
-    falling = (-costs[order]).tolist()
-    rows = needs[order].tolist()
+    heavy_first = np.lexsort((*-needs.T, -costs))
+    falling = (-costs[heavy_first]).tolist()
+    rows = needs[heavy_first].tolist()
+    numbers = heavy_first.tolist()
     least = needs.min(axis=0, initial=np.iinfo(np.int64).max).tolist()
-    free = list(range(len(order) + 1))
+    free = list(range(len(numbers) + 1))
     parts = []
-    while (place := next_free(free, 0)) < len(order):
+    while (place := next_free(free, 0)) < len(numbers):
         part = fill(place, free, falling, budget, rows, limits, least)
-        parts.append(np.sort(order[part]).tolist())
+        parts.append(sorted([numbers[place] for place in part]))
     return parts
 
 
@@ -66,17 +67,18 @@ def fill(
     part: list[int] = []
     step = 1
     while place < len(rows):
-        if not part or (-falling[place] <= budget and all(map(le, rows[place], limits))):
+        if part and falling[place] < -budget:
+            place = next_free(free, bisect_left(falling, -budget, lo=place))
+        elif part and not all(map(le, rows[place], limits)):
+            place, step = next_free(free, min(len(rows), place + step)), 2 * step
+        else:
             part.append(place)
             free[place] = place + 1
             budget += falling[place]
             limits = list(map(sub, limits, rows[place]))
             if not all(map(le, least, limits)):
                 break
-            place, step = place + 1, 1
-        else:
-            place, step = place + step, 2 * step
-        place = next_free(free, min(len(rows), bisect_left(falling, -budget, lo=min(place, len(rows)))))
+            place, step = next_free(free, place + 1), 1
     return part
 
 
@@ -109,7 +111,9 @@ def pack(
     if model == CostModel():
         room = min(room, limits.get("tokens", room))
     summed = [name for name in limits if name != "longest"]
-    needs = np.stack([getattr(sizes, name) for name in summed], axis=1) if summed else np.zeros((len(bags), 0), np.int64)
+    needs = (
+        np.stack([getattr(sizes, name) for name in summed], axis=1) if summed else np.zeros((len(bags), 0), np.int64)
+    )
     return first_fit(model.of_bags(sizes), room, needs, [limits[name] for name in summed])
 
 
