@@ -56,11 +56,11 @@ def rank_rows(
     """
     count = positives.shape[1]
     if count >= TABLE_FROM and scores.numel():
-        low, high = scores.aminmax(dim=1, keepdim=True)
-        span = float((high - low).max())
+        low, high = scores.aminmax()
+        span = float(high - low)
         # Written so that a span of NaN is left to direct evaluation, which hands it on.
         if span * RESOLUTIONS[scores.dtype].nodes < TABLE_SHARE * scores.shape[1]:
-            pieces = max(math.ceil(span), 1)
+            pieces = int(span + 1.01)
             return _by_table(scores, weights, positives, shares, forces, low, pieces)
     return _directly(scores, weights, positives, shares, forces)
 
@@ -88,25 +88,24 @@ def _by_table(
 ) -> tuple[Tensor, Tensor]:
     resolution = RESOLUTIONS[scores.dtype]
     refine = refinement(resolution, scores.dtype, scores.device)
-    nodes = low[:, :, None] + torch.arange(pieces, device=low.device)[:, None] + chebyshev(resolution.nodes).to(low)
-    differences = nodes.view(len(scores), -1, 1) - positives[:, None]
+    nodes = low + torch.arange(pieces, device=low.device)[:, None] + chebyshev(resolution.nodes).to(low)
+    differences = nodes.view(-1, 1) - positives[:, None]
     curve = differences.sigmoid()
 
     place = scores.sub_(low).mul_(resolution.cells)
-    cell = place.long().clamp_(max=pieces * resolution.cells - 1)
-    place.sub_(cell).sub_(0.5)
+    cell = place.long()
+    place.frac_().sub_(0.5)
+    histogram = scores.new_zeros(len(refine), len(scores), pieces * resolution.cells)
+    moment = weights
+    for degree in histogram:
+        degree.scatter_add_(1, cell, moment)
+        moment = moment * place
+    on_nodes = torch.bmm(histogram.view(len(refine), -1, resolution.cells), refine.mT).sum(0).view(len(scores), 1, -1)
+    pulls = -shares * (on_nodes @ curve).squeeze(1)
+    losses = ((on_nodes @ softplus(differences)).squeeze(1) * shares).sum(1)
     if forces:
-        slopes = torch.einsum("rkp,rp->rk", curve, shares).view(len(scores), pieces, -1)
-        table = torch.einsum("rmk,dkf->drmf", slopes, refine).flatten(2)
-    histogram = scores.new_zeros(resolution.degree + 1, len(scores), pieces * resolution.cells)
-    moment = weights.clone()
-    for degree in range(resolution.degree + 1):
-        histogram[degree].scatter_add_(1, cell, moment if degree == 0 else moment.mul_(place))
-    on_nodes = torch.einsum("drmf,dkf->rmk", histogram.unflatten(2, (pieces, -1)), refine).flatten(1)
-    pulls = -shares * torch.einsum("rk,rkp->rp", on_nodes, curve)
-    losses = torch.einsum("rk,rkp,rp->r", on_nodes, softplus(differences), shares)
-    if forces:
-        _read(table, cell, place).mul_(weights)
+        slopes = (curve @ shares[:, :, None]).view(-1, resolution.nodes)
+        _read((slopes @ refine).view(histogram.shape), cell, place).mul_(weights)
     return losses, pulls
 
 

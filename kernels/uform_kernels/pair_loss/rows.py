@@ -17,7 +17,7 @@ HELD_CELLS = 1 << 22
 LEAST_ROWS, MOST_ROWS = 16, 256
 
 # Cells ranked at once: their scores, weights and table places stay in the second-level caches of two cores.
-RANKED_CELLS = 1 << 17
+RANKED_CELLS = 1 << 18
 
 
 class Padded:
@@ -63,7 +63,8 @@ def rank_named(walk: Walk, positives: Cells, negatives: Cells) -> None:
         walk.levels.edge_cosines(walk.layout.anchors[kind.cells.anchors], kind.cells.columns) for kind in (plus, minus)
     )
     pulls, pushes = torch.zeros_like(cosines), torch.zeros_like(other_cosines)
-    for chunk in chunks(slice(0, rows), RANKED_CELLS // max(1, minus.width(slice(0, rows)))):
+    everything = slice(0, rows)
+    for chunk in chunks(everything, ranked_rows(minus.width(everything), plus.width(everything))):
         shares, weights = plus.spread(plus.cells.attract, chunk), minus.spread(minus.cells.repel, chunk)
         temperature, cost = spread(walk.rule.temperature, chunk, 1), spread(walk.rule.repel, chunk, 1)
         for level in range(walk.levels.count):
@@ -131,24 +132,28 @@ class RowWalk:
     def _rank(self, level: int, chunk: slice, cosines: Tensor) -> Tensor:
         """dL/dc (r, N) of a chunk's cosines; a few rows are ranked at a time."""
         forces = torch.empty_like(cosines)
-        for rows in chunks(chunk, RANKED_CELLS // cosines.shape[1]):
+        columns, shares = (
+            self.plus.spread(values, chunk) for values in (self.plus.cells.columns, self.plus.cells.attract)
+        )
+        for rows in chunks(chunk, ranked_rows(cosines.shape[1], columns.shape[1])):
             part = slice(rows.start - chunk.start, rows.stop - chunk.start)
-            self._rank_few(level, rows, cosines[part], forces[part])
+            self._rank_few(level, rows, cosines[part], columns[part], shares[part], forces[part])
         return forces
 
-    def _rank_few(self, level: int, rows: slice, cosines: Tensor, forces: Tensor) -> None:
+    def _rank_few(
+        self, level: int, rows: slice, cosines: Tensor, columns: Tensor, shares: Tensor, forces: Tensor
+    ) -> None:
         walk, sums, rule = self.walk, self.walk.sums, self.walk.rule
         temperature, cost = spread(rule.temperature, rows, 1), spread(rule.repel, rows, 1)
-        columns, shares = (
-            self.plus.spread(values, rows) for values in (self.plus.cells.columns, self.plus.cells.attract)
-        )
+        named = self.named.cells[self.named.part(rows)]
+        places = (named.anchors - rows.start) * cosines.shape[1] + named.columns
+        weights = self._weights(rows, cosines, places, named.repel)
         positives = cosines.gather(1, columns)
-        weights = self._weights(rows, cosines)
         if level == walk.levels.count - 1:
             sums.cosines += torch.stack([(shares * positives).sum(), (weights * cosines).sum()])
         torch.mul(cosines, temperature, out=forces)
         # A cell without weight, such as the anchor's own, must not widen the range of scores that a table covers.
-        forces.view(-1)[self._places(rows, len(weights[0]))[self.named.cells.repel[self.named.part(rows)] == 0]] = 0
+        forces.view(-1)[places[named.repel == 0]] = 0
         losses, pulls = rank_rows(forces, weights, positives * temperature, shares, walk.forces)
         sums.losses[1] += (losses[:, None] * cost).sum()
         if not walk.forces:
@@ -158,23 +163,22 @@ class RowWalk:
         if isinstance(temperature, Tensor):
             forces.mul_(temperature)
 
-    def _places(self, rows: slice, columns: int) -> Tensor:
-        """Where the named cells lie in the flat rows."""
-        cells = self.named.cells[self.named.part(rows)]
-        return (cells.anchors - rows.start) * columns + cells.columns
-
-    def _weights(self, rows: slice, like: Tensor) -> Tensor:
-        """(r, N) the weight with which each cell repels."""
+    def _weights(self, rows: slice, like: Tensor, places: Tensor, repel: Tensor) -> Tensor:
+        """(r, N) the weight with which each cell repels, that of the named cells at flat `places` being `repel`."""
         layout = self.walk.layout
         weights = torch.full_like(like, self.walk.ambient_weight)
         if layout.families is not None:
             weights *= layout.families[layout.anchors[rows], None] != layout.families
-        places = self._places(rows, like.shape[1])
-        weights.view(-1)[places] = self.named.cells.repel[self.named.part(rows)]
+        weights.view(-1)[places] = repel
         return weights
 
 
+def ranked_rows(candidates: int, positives: int) -> int:
+    """How many rows to rank at once; a table holds about 64 nodes against every positive."""
+    return max(RANKED_CELLS // max(candidates, 64 * positives, 1), 1)
+
+
 def chunks(rows: slice, step: int) -> Iterator[slice]:
-    """Slices of at most `step` (and at least one) anchors."""
-    for start in range(rows.start, rows.stop, max(step, 1)):
-        yield slice(start, min(start + max(step, 1), rows.stop))
+    """Slices of at most `step` anchors."""
+    for start in range(rows.start, rows.stop, step):
+        yield slice(start, min(start + step, rows.stop))
