@@ -7,13 +7,14 @@ TORCH ?= torch==2.13.0
 WORKSPACE ?= runs/workspace
 EXPERIMENT ?= experiments/quickstart/full.yaml
 
-.PHONY: help setup quickstart test lint format bench kernels-compile docs clean
+.PHONY: help setup quickstart test lint format bench invariance kernels-compile docs clean
 
 help:
 	@echo "make quickstart       train, evaluate and show a small model"
 	@echo "make test             run the tests"
 	@echo "make lint             style, types and import layers"
 	@echo "make bench            speed and memory on this machine"
+	@echo "make invariance       vary what identifiers leave out, compare the weights"
 	@echo "make kernels-compile  compile the Triton kernels for real GPUs, without one"
 	@echo "make docs             build the documentation into site/"
 
@@ -51,6 +52,9 @@ bench: $(VENV)/dev
 	$(BIN)/python benchmarks/encoder.py
 	$(BIN)/python benchmarks/pair_loss.py
 	$(BIN)/python benchmarks/maxsim.py
+
+invariance: $(VENV)/dev
+	$(BIN)/python benchmarks/invariance.py
 
 kernels-compile: $(VENV)/dev
 	$(BIN)/python benchmarks/compile_kernels.py

@@ -1,139 +1,25 @@
 """One identifier, one result: microbatches, batchers, ranks and resuming change no weight beyond rounding."""
 
-import os
-import socket
+import importlib.util
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from experimaestro import Meta, taskglobals
-from experimaestro.xpmutils import DirectoryContext
-from safetensors.torch import load_file
-from xpm_torch import Random
-from xpm_torch.batchers import Batcher, BatcherWorker, PowerAdaptativeBatcher
-from xpm_torch.configuration import FabricConfiguration
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from xpm_torch.batchers import PowerAdaptativeBatcher
 
-from xpmir_uform import (
-    Bag,
-    BagSampler,
-    BagSource,
-    ContrastiveLoss,
-    CosineSchedule,
-    Item,
-    PooledHead,
-    RankedForm,
-    UFormEncoder,
-    UFormLearner,
-    UFormTrainer,
-    adamw,
-)
-from xpmir_uform.data.fields import default
+from xpmir_uform import RankedForm, UFormEncoder, UFormTrainer
+from xpmir_uform.model.pooling import Pooling
 
-EPOCHS, STEPS, BATCH = 4, 5, 5
-LIMIT_SECONDS = 60
-WORDS = "ant bee cat dog elk fox gnu hen ibex jay koi lynx mole newt orca puma quail".split()
-
-
-class Pairs(BagSource):
-    """A word, its copies, and a text whose length grows with the word's number: bags of unequal cost."""
-
-    __xpmid__ = "test.pairs"
-
-    def __len__(self):
-        return len(WORDS)
-
-    def bag(self, index, seed, epoch):
-        word = WORDS[index]
-        texts = [word, word[::-1] + "!", *([word * (1 + index)] if index % 2 else [])]
-        return Bag.alike(Item.text(text) for text in texts)
-
-
-class Pieces(Batcher):
-    """Microbatches of ``size`` bags."""
-
-    __xpmid__ = "test.pieces"
-    size: Meta[int] = default(1)
-
-    def initialize(self, batch_size):
-        return PiecesWorker(batch_size, self.size)
-
-
-class PiecesWorker(BatcherWorker):
-    def __init__(self, batch_size, size):
-        super().__init__(batch_size)
-        self.size = size
-
-    def process_withreplay(self, batch, process, *args, **kwargs):
-        parts = [batch[start : start + self.size] for start in range(0, len(batch), self.size)]
-        return process(iter(parts), len(parts), *args, **kwargs)
-
-
-def config(batcher=None, devices=1, precision="64-true", form=None, batch_size=BATCH, **params):
-    return UFormLearner.C(
-        random=Random.C(seed=3),
-        model=UFormEncoder.C(depth=1, hidden=128, pooled=PooledHead.C(width=16), seed=1),
-        trainer=UFormTrainer.C(
-            sampler=BagSampler.C(source=Pairs.C()),
-            batch_size=batch_size,
-            losses=[ContrastiveLoss.C(**({"form": form} if form else {}))],
-            **({"batcher": batcher} if batcher else {}),
-        ),
-        max_epochs=EPOCHS,
-        steps_per_epoch=STEPS,
-        optimizers=adamw(CosineSchedule.C(learning_rate=1e-2, warmup_steps=2)),
-        listeners=[],
-        fabric_config=FabricConfiguration.C(precision=precision, accelerator="cpu", devices=str(devices)),
-        **params,
-    )
-
-
-def job(folder: Path) -> Path:
-    return folder / "workspace" / "jobs" / "task" / "job"
-
-
-def run_here(made, folder: Path) -> None:
-    job(folder).mkdir(parents=True, exist_ok=True)
-    taskglobals.Env.instance().taskpath = job(folder)
-    made.instance(context=DirectoryContext(job(folder))).execute()
-
-
-def weights(folder: Path, checkpoint="last") -> torch.Tensor:
-    tensors = load_file(job(folder) / "checkpoints" / checkpoint / "model" / "model.safetensors")
-    return torch.cat([tensors[name].flatten().double() for name in sorted(tensors)])
-
-
-def distance(found: Path, expected: Path) -> float:
-    """The norm of the difference of the final weights, relative to their change since initialisation."""
-    change = weights(expected) - weights(expected, "step-00000000")
-    return float((weights(found) - weights(expected)).norm() / change.norm())
-
-
-def _rank(rank: int, world: int, port: int, work, folder: Path) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
-    )  # fmt: skip
-    torch.set_num_threads(1)
-    work(rank, folder)
-    dist.destroy_process_group()
-
-
-def run_ranks(world: int, work, folder: Path) -> None:
-    """Runs ``work(rank, folder)`` in ``world`` processes; fails if one fails or they hang."""
-    job(folder).mkdir(parents=True, exist_ok=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = mp.start_processes(_rank, (world, port, work, folder), world, join=False, start_method="fork")
-    for _ in range(LIMIT_SECONDS):
-        if context.join(timeout=1):
-            return
-    for process in context.processes:
-        process.kill()
-    raise AssertionError(f"{world} ranks did not end within {LIMIT_SECONDS} s")
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "invariance.py"
+spec = importlib.util.spec_from_file_location("invariance", SCRIPT)
+invariance = sys.modules["invariance"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(invariance)
+EPOCHS, STEPS = invariance.EPOCHS, invariance.STEPS
+Pieces, config, distance = invariance.Pieces, invariance.config, invariance.distance
+job, relative, run_here, run_ranks = invariance.job, invariance.relative, invariance.run_here, invariance.run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +40,7 @@ def test_microbatches_change_nothing_in_float32(tmp_path, size):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run_here(config(precision="32-true", keep=100), whole)
     run_here(config(Pieces.C(size=size), precision="32-true"), parts)
-    assert float((weights(parts) - weights(whole)).norm() / weights(whole).norm()) < 1e-5
+    assert relative(parts, whole) < 1e-5
 
 
 @pytest.mark.parametrize(("world", "size"), [(2, 7), (2, 1), (3, 2)])
@@ -177,33 +63,29 @@ def test_ranked_form_over_ranks(tmp_path):
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path, whole):
-    run_here(config(keep=100), tmp_path)
-    folder = job(tmp_path) / "checkpoints"
-    for path in folder.glob("step-*"):
-        if int(path.name[5:]) > 10:
-            for file in path.rglob("*.*"):
-                file.unlink()
-            (path / "model").rmdir()
-            path.rmdir()
-    (folder / "last").unlink()
-    run_ranks(2, lambda rank, where: run_here(config(devices=2, keep=100), where), tmp_path)
+    with pytest.raises(invariance.Killed):
+        run_here(config(kill=11, checkpoint_steps=1), tmp_path)
+    run_ranks(2, lambda rank, where: run_here(config(devices=2), where), tmp_path)
     assert distance(tmp_path, whole) < 1e-10
 
 
-def _one_runs_out_of_memory(rank: int, folder: Path) -> None:
-    failed = []
+def _failing(times: int):
+    """A pass through the head that runs out of memory the first ``times`` times."""
+    remaining = [None] * times
+    forward = Pooling.forward
 
-    def fail(module, arguments, output):
-        if rank == 0 and not failed:
-            failed.append(True)
+    def fail(self, states, lengths):
+        if remaining:
+            remaining.pop()
             raise RuntimeError("CUDA out of memory. Tried to allocate.")
+        return forward(self, states, lengths)
 
-    made = config(PowerAdaptativeBatcher.C(), devices=2)
-    taskglobals.Env.instance().taskpath = job(folder)
-    task = made.instance(context=DirectoryContext(job(folder)))
-    task.model.initialize()
-    task.model.pooling.register_forward_hook(fail)
-    task.execute()
+    return fail
+
+
+def _one_runs_out_of_memory(rank: int, folder: Path) -> None:
+    Pooling.forward = _failing(1 if rank == 0 else 0)
+    task = run_here(config(PowerAdaptativeBatcher.C(), devices=2), folder)
     (folder / f"parts-{rank}").write_text(str(task.trainer.batcher_worker.current_divider))
 
 
@@ -213,57 +95,49 @@ def test_both_ranks_retry_when_one_runs_out_of_memory(tmp_path, whole):
     assert distance(tmp_path, whole) < 1e-10
 
 
-def test_out_of_memory_on_one_device_replays_the_step(tmp_path, whole):
-    failed = []
-
-    def fail(module, arguments, output):
-        if len(failed) < 2:
-            failed.append(True)
-            raise RuntimeError("CUDA out of memory. Tried to allocate.")
-
-    made = config(PowerAdaptativeBatcher.C())
-    job(tmp_path).mkdir(parents=True)
-    taskglobals.Env.instance().taskpath = job(tmp_path)
-    task = made.instance(context=DirectoryContext(job(tmp_path)))
-    task.model.initialize()
-    task.model.pooling.register_forward_hook(fail)
-    task.execute()
+def test_out_of_memory_on_one_device_replays_the_step(tmp_path, whole, monkeypatch):
+    monkeypatch.setattr(Pooling, "forward", _failing(2))
+    task = run_here(config(PowerAdaptativeBatcher.C()), tmp_path)
     assert task.trainer.batcher_worker.current_divider > 1
     assert distance(tmp_path, whole) < 1e-10
 
 
 def _count_collectives(rank: int, folder: Path) -> None:
-    calls = Counter()
+    calls: Counter = Counter()
+    steps: list[Counter] = []
     for name in ("all_gather", "reduce_scatter", "all_reduce"):
-        original = getattr(dist, name)
-
-        def counted(*args, _name=name, _original=original, **kwargs):
-            calls[_name] += 1
-            return _original(*args, **kwargs)
-
-        setattr(dist, name, counted)
-    taskglobals.Env.instance().taskpath = job(folder)
-    task = config(Pieces.C(size=1), devices=2).instance(context=DirectoryContext(job(folder)))
-    process = type(task.trainer).process_batch
-    per_step = []
+        setattr(dist, name, _counted(name, getattr(dist, name), calls))
+    process = UFormTrainer.__getxpmtype__().value_type.process_batch
 
     def hook(state, bucket):
-        calls["bucket"] += 1
-        return dist.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook(None, bucket)
+        calls[f"bucket {bucket.index()}"] += 1
+        calls["all_reduce"] -= 1  # the one that the next line makes
+        return allreduce_hook(None, bucket)
 
-    def counted_step(trainer, batch):
-        if "hooked" not in calls:
-            calls["hooked"] = 1
+    def process_counted(trainer, batch):
+        if not steps:
             trainer._fabric_model._forward_module.register_comm_hook(None, hook)
-        before = Counter(calls)
+        calls.clear()
         process(trainer, batch)
-        per_step.append({name: calls[name] - before[name] for name in calls if name != "hooked"})
+        steps.append(Counter(calls))
 
-    type(task.trainer).process_batch = counted_step
-    task.execute()
-    assert len(per_step) == EPOCHS * STEPS
+    UFormTrainer.__getxpmtype__().value_type.process_batch = process_counted
+    run_here(config(Pieces.C(size=1), devices=2), folder)
+    assert len(steps) == EPOCHS * STEPS
     # Two sums: the counts before the forward passes, and losses with the verdict on memory after the backward ones.
-    assert per_step[-1] == {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "bucket": 1}, per_step
+    expected = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
+    for step in steps:
+        buckets = {name: count for name, count in step.items() if name.startswith("bucket")}
+        assert buckets, step
+        assert step == {**expected, **dict.fromkeys(buckets, 1)}, step
+
+
+def _counted(name, original, calls):
+    def call(*args, **kwargs):
+        calls[name] += 1
+        return original(*args, **kwargs)
+
+    return call
 
 
 def test_a_step_makes_each_collective_call_once(tmp_path):

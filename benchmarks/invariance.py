@@ -1,0 +1,354 @@
+"""One identifier, one result: what an identifier leaves out is varied, and the weights are compared.
+
+    python benchmarks/invariance.py [--quick]
+
+One small configuration of texts and pictures, 20 steps. Prints a row for each thing varied and fails if one misses its
+bound. On two cores it takes about ten minutes (``--quick``: two, the rows that run without several processes).
+"""
+
+import argparse
+import io
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from experimaestro import Meta, taskglobals
+from experimaestro.xpmutils import DirectoryContext
+from PIL import Image
+from safetensors.torch import load_file
+from xpm_torch import Random
+from xpm_torch.batchers import Batcher, BatcherWorker, PowerAdaptativeBatcher
+from xpm_torch.configuration import FabricConfiguration
+from xpm_torch.trainers.context import StepTrainingHook
+
+from xpmir_uform import (
+    Bag,
+    BagSampler,
+    BagSource,
+    ContrastiveLoss,
+    CosineSchedule,
+    ImageShape,
+    Item,
+    Modality,
+    PooledHead,
+    RankedForm,
+    UFormEncoder,
+    UFormLearner,
+    UFormTrainer,
+    adamw,
+)
+from xpmir_uform.data.draws import Purpose, generator, key_of
+from xpmir_uform.data.fields import default
+from xpmir_uform.reports.tables import table
+
+EPOCHS, STEPS, BATCH = 4, 5, 5
+LIMIT_SECONDS = 60
+WORDS = "ant bee cat dog elk fox gnu hen ibex jay koi lynx mole newt orca puma quail".split()
+
+
+def picture(index: int) -> bytes:
+    """A small picture whose shape and colours depend on ``index``."""
+    size = (8 + 8 * (index % 3), 16)
+    pixels = generator(index, Purpose.SPLIT).integers(0, 256, size=(size[1], size[0], 3), dtype="uint8")
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+class Words(BagSource):
+    """A word, a copy of it that is mangled anew each epoch, and for every other word a picture or a long text."""
+
+    __xpmid__ = "test.words"
+
+    def __len__(self):
+        return len(WORDS)
+
+    def bag(self, index, seed, epoch):
+        """The bag of one word; bags differ in cost."""
+        letters = list(WORDS[index])
+        generator(seed, Purpose.BAG, epoch, index).shuffle(letters)
+        items = [Item.text(WORDS[index]), Item.text("".join(letters) + "?")]
+        if index % 2:
+            items.append(Item(Modality.IMAGE, picture(index), key_of("picture", index)))
+        if index % 3 == 0:
+            items.append(Item.text(WORDS[index] * (1 + index)))
+        return Bag.alike(items)
+
+
+class Pieces(Batcher):
+    """Microbatches of ``size`` bags."""
+
+    __xpmid__ = "test.pieces"
+    size: Meta[int] = default(1)
+
+    def initialize(self, batch_size):
+        """The worker."""
+        return PiecesWorker(batch_size, self.size)
+
+
+class PiecesWorker(BatcherWorker):
+    """Cuts batches into pieces."""
+
+    def __init__(self, batch_size, size):
+        super().__init__(batch_size)
+        self.size = size
+
+    def process_withreplay(self, batch, process, *args, **kwargs):
+        """Processes the pieces."""
+        parts = [batch[start : start + self.size] for start in range(0, len(batch), self.size)]
+        return process(iter(parts), len(parts), *args, **kwargs)
+
+
+class Killed(BaseException):
+    """What no handler of errors catches."""
+
+
+class KillAt(StepTrainingHook):
+    """Ends the run before one step."""
+
+    __xpmid__ = "test.kill-at"
+    step: Meta[int] = default(0)
+
+    def before(self, state):
+        """Called before each step."""
+        if state.steps == self.step:
+            raise Killed
+
+
+def config(
+    batcher=None, devices=1, precision="64-true", form=None, batch_size=BATCH, workers=0, backend="auto", kill=0,
+    epochs=EPOCHS, source=None, listeners=(), **params,
+):  # fmt: skip
+    """The configuration that everything here runs."""
+    loss = ContrastiveLoss.C(backend=backend, **({"form": form} if form else {}))
+    return UFormLearner.C(
+        random=Random.C(seed=3),
+        model=UFormEncoder.C(
+            depth=1, hidden=128, pooled=PooledHead.C(width=16), image=ImageShape.C(patch_side=8, max_side=24), seed=1
+        ),
+        trainer=UFormTrainer.C(
+            sampler=BagSampler.C(source=source or Words.C()),
+            batch_size=batch_size,
+            losses=[loss],
+            num_workers=workers,
+            **({"batcher": batcher} if batcher else {}),
+        ),
+        max_epochs=epochs,
+        steps_per_epoch=STEPS,
+        optimizers=adamw(CosineSchedule.C(learning_rate=1e-2, warmup_steps=2)),
+        listeners=list(listeners),
+        hooks=[KillAt.C(step=kill)],
+        fabric_config=FabricConfiguration.C(precision=precision, accelerator="cpu", devices=str(devices)),
+        **params,
+    )
+
+
+def job(folder: Path) -> Path:
+    """Where the task of ``folder`` runs."""
+    return folder / "workspace" / "jobs" / "task" / "job"
+
+
+def run_here(made, folder: Path):
+    """Executes a task as its job would; answers the instance that ran."""
+    job(folder).mkdir(parents=True, exist_ok=True)
+    taskglobals.Env.instance().taskpath = job(folder)
+    task = made.instance(context=DirectoryContext(job(folder)))
+    task.execute()
+    return task
+
+
+def _rank(rank: int, world: int, port: int, work: Callable, folder: Path) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    work(rank, folder)
+    dist.destroy_process_group()
+
+
+def run_ranks(world: int, work: Callable[[int, Path], object], folder: Path) -> None:
+    """Runs ``work(rank, folder)`` in ``world`` processes.
+
+    Raises:
+        RuntimeError: they have not ended within a minute; they are killed.
+    """
+    job(folder).mkdir(parents=True, exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = mp.start_processes(_rank, (world, port, work, folder), world, join=False, start_method="fork")
+    for _ in range(LIMIT_SECONDS):
+        if context.join(timeout=1):
+            return
+    for process in context.processes:
+        process.kill()
+    raise RuntimeError(f"{world} ranks did not end within {LIMIT_SECONDS} s")
+
+
+def weights(folder: Path, checkpoint: str = "last") -> torch.Tensor:
+    """All weights of a checkpoint, flat, in float64."""
+    tensors = load_file(job(folder) / "checkpoints" / checkpoint / "model" / "model.safetensors")
+    return torch.cat([tensors[name].flatten().double() for name in sorted(tensors)])
+
+
+def optimizer(folder: Path) -> torch.Tensor:
+    """All of the newest optimizer state, flat."""
+    tensors = load_file(job(folder) / "checkpoints" / "last" / "optimizer.safetensors")
+    return torch.cat([tensors[name].flatten().double() for name in sorted(tensors)])
+
+
+def distance(found: Path, expected: Path) -> float:
+    """The norm of the difference of the final weights, relative to their change since initialisation."""
+    change = weights(expected) - weights(expected, "step-00000000")
+    return float((weights(found) - weights(expected)).norm() / change.norm())
+
+
+def relative(found: Path, expected: Path) -> float:
+    """The norm of the difference of the final weights, relative to the weights."""
+    return float((weights(found) - weights(expected)).norm() / weights(expected).norm())
+
+
+def bits(found: Path, expected: Path) -> float:
+    """0 if weights and optimizer are bit for bit the same, else infinity."""
+    same = torch.equal(weights(found), weights(expected)) and torch.equal(optimizer(found), optimizer(expected))
+    return 0.0 if same else float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table: the worst of several comparisons and its bound."""
+
+    varied: str
+    compared: str
+    worst: float
+    bound: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the bound holds."""
+        return self.worst <= self.bound
+
+
+class Matrix:
+    """Runs everything in folders below ``root``, against one uninterrupted run per precision."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.count = 0
+
+    def folder(self) -> Path:
+        """A fresh folder."""
+        self.count += 1
+        path = self.root / str(self.count)
+        path.mkdir()
+        return path
+
+    def run(self, ranks: int = 1, **params) -> Path:
+        """The folder of one run."""
+        folder = self.folder()
+        if ranks == 1:
+            run_here(config(**params), folder)
+        else:
+            run_ranks(ranks, lambda rank, where: run_here(config(devices=ranks, **params), where), folder)
+        return folder
+
+    def resumed(self, steps: list[int], ranks: int = 1, **params) -> Path:
+        """The folder of a run that was ended before each of ``steps`` and goes on with ``ranks`` at last."""
+        folder = self.folder()
+        for step in steps:
+            try:
+                run_here(config(kill=step, checkpoint_steps=1, **params), folder)
+            except Killed:
+                continue
+            raise RuntimeError(f"the run was not ended before step {step}")
+        if ranks == 1:
+            run_here(config(**params), folder)
+        else:
+            run_ranks(ranks, lambda rank, where: run_here(config(devices=ranks, **params), where), folder)
+        return folder
+
+    def another_process(self, hash_seed: int) -> Path:
+        """The folder of a run by a fresh interpreter with its own hash seed."""
+        folder = self.folder()
+        subprocess.run(
+            [sys.executable, __file__, "--one", str(folder)],
+            env={**os.environ, "PYTHONHASHSEED": str(hash_seed)},
+            check=True,
+            capture_output=True,
+        )
+        return folder
+
+
+def single_process_rows(matrix: Matrix, whole: Path) -> Iterator[Row]:
+    """What varies within one process."""
+    runs = [matrix.run(batcher=Pieces.C(size=size)) for size in (1, 2, 3, 4, 5)]
+    yield Row("microbatches of 1 to 5 bags", "weights, 64-true", max(distance(run, whole) for run in runs), 1e-10)
+    runs = [matrix.run(batcher=batcher) for batcher in (Batcher.C(), PowerAdaptativeBatcher.C())]
+    yield Row("stock batchers", "weights, 64-true", max(distance(run, whole) for run in runs), 1e-10)
+    ranked = matrix.run(form=RankedForm.C(), keep=100)
+    runs = [matrix.run(form=RankedForm.C(), batcher=Pieces.C(size=size)) for size in (1, 3)]
+    yield Row("microbatches, ranked form", "weights, 64-true", max(distance(run, ranked) for run in runs), 1e-10)
+    runs = [matrix.run(workers=workers) for workers in (1, 2)]
+    yield Row("1, 2 loader workers", "weights, optimizer", max(bits(run, whole) for run in runs), 0.0)
+    runs = [matrix.run(checkpoint_interval=3, keep=1), matrix.run(checkpoint_steps=1)]
+    yield Row("checkpoint intervals", "weights, optimizer", max(bits(run, whole) for run in runs), 0.0)
+    runs = [matrix.another_process(seed) for seed in (0, 1)]
+    yield Row("Python hash seed", "weights, optimizer", max(bits(run, whole) for run in runs), 0.0)
+    runs = [matrix.resumed([step]) for step in range(1, EPOCHS * STEPS + 1)]
+    yield Row("ended before each of 20 steps", "weights, optimizer", max(bits(run, whole) for run in runs), 0.0)
+    yield Row("ended twice", "weights, optimizer", bits(matrix.resumed([4, 11]), whole), 0.0)
+    single = matrix.run(precision="32-true", epochs=40)
+    runs = [matrix.run(precision="32-true", epochs=40, batcher=Pieces.C(size=2))]
+    yield Row("microbatches, 200 steps", "weights, 32-true", max(relative(run, single) for run in runs), 1e-5)
+    runs = [matrix.run(precision="32-true", epochs=1, backend=name, keep=100) for name in ("reference", "chunked")]
+    yield Row("back ends, 5 steps", "weights, 32-true", relative(*runs), 1e-5)
+
+
+def rank_rows(matrix: Matrix, whole: Path) -> Iterator[Row]:
+    """What varies over processes."""
+    runs = [matrix.run(2), matrix.run(2, batcher=Pieces.C(size=1)), matrix.run(3, batcher=Pieces.C(size=2))]
+    yield Row("2, 3 ranks, unequal shares", "weights, 64-true", max(distance(run, whole) for run in runs), 1e-10)
+    few = matrix.run(batch_size=2, keep=100)
+    yield Row("3 ranks, one without a bag", "weights, 64-true", distance(matrix.run(3, batch_size=2), few), 1e-10)
+    yield Row("gone on with 2 ranks", "weights, 64-true", distance(matrix.resumed([11], ranks=2), whole), 1e-10)
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="leave out what needs several processes")
+    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.one:
+        run_here(config(keep=100), arguments.one)
+        return
+    with tempfile.TemporaryDirectory() as root:
+        matrix = Matrix(Path(root))
+        whole = matrix.run(keep=100)
+        rows = list(single_process_rows(matrix, whole))
+        if not arguments.quick:
+            rows += rank_rows(matrix, whole)
+    print(
+        table(
+            ["varied", "compared", "worst", "bound", ""],
+            [
+                [row.varied, row.compared, f"{row.worst:.1e}", f"{row.bound:.0e}", "holds" if row.holds else "FAILS"]
+                for row in rows
+            ],
+        )
+    )
+    sys.exit(0 if all(row.holds for row in rows) else 1)
+
+
+if __name__ == "__main__":
+    main()
