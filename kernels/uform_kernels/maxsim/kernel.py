@@ -213,6 +213,7 @@ def _document_gradient(
                     total, queries, begin, number, choices, column, slope + pair, owner, 0, peak, lane, False, W, BT
                 )
         else:
+            # Row 0 as an int64: row * W may pass 2^31.
             total = _add_chosen(
                 total, queries, document * 0, tokens, winners + document * tokens, column, slope + document, owner,
                 count, peak, lane, True, W, BT,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 # (kernel, bytes of an element): architecture or its first letters -> block sizes, warps, stages. An H200 is sm_90.
-# Chosen by counts and by what compiles without spills; a device may prefer others.
+# Chosen by counts and by what compiles without spills; `benchmarks/tune_maxsim.py` finds better rows on a device.
 TABLE: dict[tuple[str, int], dict[str, dict[str, int]]] = {
     ("forward", 2): {
         "sm_": {"BQ": 128, "BD": 64, "num_warps": 8, "num_stages": 2},
