@@ -131,25 +131,25 @@ def test_entries_beyond_31_bits():
 
     The buffers are reserved, not filled: only the few pages that a kernel touches exist.
     """
-    from uform_kernels.maxsim.kernel import _forward, _query_gradient, _sums
+    from uform_kernels.maxsim.programs import all_pairs, query_gradient, sums
 
     tokens, rows = 1 << 30, 128
     queries, _, documents, offsets = problem(3, torch.float32, ([rows], [2, 1, 3]))
     best = torch.empty(2 * tokens + rows, dtype=torch.int8)
     winners = torch.empty(2 * tokens + rows, dtype=torch.int8)
     sizes = {"W": 3, "BW": 16}
-    _forward[(1,)](16 * queries, documents, offsets, best, winners, tokens, 3, 3, BQ=128, BD=64, **sizes)
+    all_pairs[(1,)](16 * queries, documents, offsets, best, winners, tokens, 3, 3, BQ=128, BD=64, **sizes)
     products = 16 * queries @ documents[3:6].T
     assert torch.equal(winners[2 * tokens :].long(), products.argmax(1))
     assert torch.equal(best[2 * tokens :].float(), products.amax(1).trunc())
 
-    sums = torch.zeros(1, 3)
-    _sums[(1,)](best, offsets_of([rows]), sums, tokens, 3, BS=16, BT=32)
-    assert sums[0, 2] == products.amax(1).trunc().sum()
+    added = torch.zeros(1, 3)
+    sums[(1,)](best, offsets_of([rows]), added, tokens, 3, BS=16, BT=32)
+    assert added[0, 2] == products.amax(1).trunc().sum()
 
     gradient = torch.zeros(1, 3)
     owner, slope = torch.zeros(1, dtype=torch.int64), torch.tensor([[0.0, 0.0, 2.0]])
-    _query_gradient[(1, 1)](
+    query_gradient[(1, 1)](
         documents, offsets, winners, slope, owner, offsets, None, None, None, None, gradient, tokens, 3,
         LISTED=False, BE=16, **sizes,
     )  # fmt: skip
