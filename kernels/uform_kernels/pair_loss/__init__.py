@@ -96,6 +96,7 @@ def pair_loss(
     backend: "auto", "reference", "chunked" or "triton"
     describe: turns an item's position into its name in an error
 
+    Returns: a `PairLoss`: `loss`, differentiable in embeddings, inverse_temperature and bias, and `stats`.
     Raises: ValueError for any argument that breaks these rules, naming the argument and the item.
     """
     _check_floats(embeddings, inverse_temperature, bias)
@@ -134,8 +135,12 @@ def _run(embeddings: Tensor, inverse_temperature: Tensor, bias: Tensor, problem:
     with torch.autocast(embeddings.device.type, enabled=False):
         if backend == "reference":
             loss, stats = reference_pair_loss(embeddings.to(wide), inverse_temperature, bias, problem)
-        else:
+        elif backend == "chunked":
             loss, stats = chunked_pair_loss(embeddings, inverse_temperature, bias, problem)
+        else:
+            from .kernel import triton_pair_loss
+
+            loss, stats = triton_pair_loss(embeddings, inverse_temperature, bias, problem)
     counts = problem.normalizers
     return PairLoss(
         loss, {"attract_weight": counts.attract, "repel_weight": counts.repel, "anchors": counts.anchors, **stats}

@@ -107,19 +107,15 @@ def _own_cells(layout: Layout, dtype: torch.dtype) -> Cells:
     return Cells(ranks, layout.anchors, none, none, torch.ones_like(none))
 
 
-def merge(cells: Cells, count: int, ambient_weight: float) -> Cells:
-    """Cells of the upper triangle that stand for (i, j) and (j, i) together, where their scores and forces coincide.
+def complete(cells: Cells, count: int, ambient_weight: float) -> Cells:
+    """Names the transpose of every named cell: where no edge does, as a repelling cell of the ambient weight.
 
-    A direction that no edge names stays ambient: its weight joins the merged cell.
+    A tile that stands for its transpose too then leaves the same cells aside in both directions.
     """
-    low, high = torch.minimum(cells.anchors, cells.columns), torch.maximum(cells.anchors, cells.columns)
-    pairs, where = torch.unique(low * count + high, return_inverse=True)
-    attract, repel, named = (
-        values.new_zeros(len(pairs)).index_add_(0, where, values)
-        for values in (cells.attract, cells.repel, cells.ambient)
-    )
-    low, high = pairs // count, pairs % count
-    return Cells(low, high, attract, repel + ambient_weight * (2 - named), torch.full_like(repel, 2))
+    keys, mirrored = cells.anchors * count + cells.columns, cells.columns * count + cells.anchors
+    lone = cells[~torch.isin(mirrored, keys)]
+    weight = torch.full_like(lone.repel, ambient_weight)
+    return cells + Cells(lone.columns, lone.anchors, torch.zeros_like(weight), weight, torch.ones_like(weight))
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,9 +130,10 @@ class Buckets:
     places: Tensor
     bounds: list[int]
 
-    def __getitem__(self, tile: int) -> tuple[Cells, Tensor] | None:
+    def __getitem__(self, tile: int) -> list[tuple[Cells, Tensor]]:
+        """The tile's cells and their places, or nothing."""
         part = slice(self.bounds[tile], self.bounds[tile + 1])
-        return (self.cells[part], self.places[part]) if part.start < part.stop else None
+        return [(self.cells[part], self.places[part])] if part.start < part.stop else []
 
 
 @dataclass(frozen=True)

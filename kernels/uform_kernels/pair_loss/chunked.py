@@ -22,15 +22,20 @@ Gradients = tuple[Tensor | None, ...]
 
 
 def chunked_pair_loss(
-    embeddings: Tensor, inverse_temperature: Tensor, bias: Tensor, problem: Problem
+    embeddings: Tensor,
+    inverse_temperature: Tensor,
+    bias: Tensor,
+    problem: Problem,
+    tile_walk: type[TileWalk] = TileWalk,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss (0-d) and its statistics; O((N + E) d) memory besides a few tiles.
 
     embeddings (N, d) may be of a half precision; inverse_temperature and bias (G,) are wide.
+    tile_walk: what walks the ambient cells of a pointwise loss
     """
     inputs = (embeddings, inverse_temperature, bias)
     wanted = tuple(torch.is_grad_enabled() and tensor.requires_grad for tensor in inputs)
-    loss, halves, cosines = _PairLoss.apply(*inputs, problem, wanted)
+    loss, halves, cosines = _PairLoss.apply(*inputs, problem, wanted, tile_walk)
     weights = problem.normalizers.values[:2].to(cosines)
     means = torch.where(weights > 0, cosines / torch.where(weights > 0, weights, 1), 0)
     names = ("attract_loss", "repel_loss", "attract_cosine", "repel_cosine")
@@ -39,8 +44,8 @@ def chunked_pair_loss(
 
 class _PairLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, embeddings, inverse_temperature, bias, problem, wanted):
-        sums, gradients = sum_pairs(embeddings, inverse_temperature, bias, problem, wanted)
+    def forward(ctx, embeddings, inverse_temperature, bias, problem, wanted, tile_walk):
+        sums, gradients = sum_pairs(embeddings, inverse_temperature, bias, problem, wanted, tile_walk)
         ctx.dtype = embeddings.dtype
         ctx.save_for_backward(*gradients)
         losses, cosines = (values.to(inverse_temperature.dtype) for values in (sums.losses, sums.cosines))
@@ -51,34 +56,51 @@ class _PairLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad, *_):
         by_embeddings, *others = (None if saved is None else grad * saved for saved in ctx.saved_tensors)
-        return None if by_embeddings is None else by_embeddings.to(ctx.dtype), *others, None, None
+        return None if by_embeddings is None else by_embeddings.to(ctx.dtype), *others, None, None, None
 
 
 def sum_pairs(
-    embeddings: Tensor, inverse_temperature: Tensor, bias: Tensor, problem: Problem, wanted: tuple[bool, ...]
+    embeddings: Tensor,
+    inverse_temperature: Tensor,
+    bias: Tensor,
+    problem: Problem,
+    wanted: tuple[bool, ...],
+    tile_walk: type[TileWalk],
 ) -> tuple[Sums, Gradients]:
     """The sums over all cells, and the wanted gradients of (embeddings, inverse_temperature, bias)."""
+    wide = inverse_temperature.dtype
     layout = Layout.of(problem)
-    levels = Levels(layout.arrange(embeddings), problem.dimensions, inverse_temperature.dtype)
     groups = layout.arrange(problem.groups)[layout.anchors]
     temperature = shared(inverse_temperature, groups)
+    tile_cells, other_cells = named_cells(problem, layout, wide)
+    positives = (tile_cells + other_cells)[torch.cat([tile_cells.attract, other_cells.attract]) > 0]
+    by_rows = problem.form == "ranked" and not (problem.ambient and most_per_anchor(positives) <= 1)
+    keep = not by_rows and tile_walk.keeps(embeddings)
+    levels = Levels(layout.arrange(embeddings), problem.dimensions, wide, keep)
+    count = levels.count
     walk = Walk(
         levels,
         layout,
-        rule=_ranked_rule(problem, layout, temperature, levels)
+        rule=_ranked_rule(problem, layout, temperature, count, wide)
         if problem.form == "ranked"
-        else _pointwise_rule(problem, temperature, shared(bias, groups), levels.count),
+        else _pointwise_rule(problem, temperature, shared(bias, groups), count),
         ambient_weight=problem.ambient_weight,
-        sums=Sums(levels.count, len(groups), embeddings.device),
+        sums=Sums(count, len(groups), embeddings.device),
         gradient=Gradient(levels) if wanted[0] else None,
         forces=any(wanted),
     )
-    tile_cells, other_cells = named_cells(problem, layout, levels.unit.dtype)
-    if problem.form == "ranked":
-        _walk_ranked(walk, problem.ambient, tile_cells, other_cells)
+    if by_rows:
+        _walk_rows(walk, problem.ambient, tile_cells + other_cells, positives)
+    elif problem.form == "ranked":
+        _walk_single(walk, positives, tile_cells, other_cells, tile_walk)
     else:
-        _walk_pointwise(walk, problem.ambient, tile_cells, other_cells)
+        _walk_pointwise(walk, problem.ambient, tile_cells, other_cells, tile_walk)
     return walk.sums, _gradients(walk, problem, groups, len(bias), wanted)
+
+
+def most_per_anchor(cells: Cells) -> int:
+    """The largest number of cells of one anchor."""
+    return int(torch.bincount(cells.anchors).max()) if len(cells) else 0
 
 
 def shared(values: Tensor, groups: Tensor) -> Scalars:
@@ -94,48 +116,47 @@ def _pointwise_rule(problem: Problem, temperature: Scalars, bias: Scalars, level
     return Rule(temperature, [bias] * levels, attract, repel)
 
 
-def _ranked_rule(problem: Problem, layout: Layout, temperature: Scalars, levels: Levels) -> Rule:
+def _ranked_rule(problem: Problem, layout: Layout, temperature: Scalars, levels: int, wide: torch.dtype) -> Rule:
     """A pair of cells of weights w_p and w_n costs w_p w_n / (anchors sum w_p sum w_n); the bias cancels."""
     named = (problem.attract, problem.repel, problem.ignore)
     weights = row_weights(
         named, problem.count, problem.rows, problem.negatives, problem.families, problem.ambient_weight
     )
     product = torch.empty_like(weights[0]).index_copy_(0, layout.ranks, weights[0] * weights[1])
-    cost = reciprocal(product * (problem.normalizers.anchors * levels.count))
-    return Rule(temperature, [0.0] * levels.count, 0.0, cost.to(levels.unit.dtype))
+    cost = reciprocal(product * (problem.normalizers.anchors * levels))
+    return Rule(temperature, [0.0] * levels, 0.0, cost.to(wide))
 
 
-def _walk_pointwise(walk: Walk, ambient: bool, tile_cells: Cells, other_cells: Cells) -> None:
+def _walk_pointwise(
+    walk: Walk, ambient: bool, tile_cells: Cells, other_cells: Cells, tile_walk: type[TileWalk]
+) -> None:
     if ambient:
-        TileWalk(walk, tile_cells).run()
+        tile_walk(walk, tile_cells).run()
     walk_cells(walk, other_cells)
 
 
-def _walk_ranked(walk: Walk, ambient: bool, tile_cells: Cells, other_cells: Cells) -> None:
-    """Takes the cheapest walk that the edges allow."""
-    cells = tile_cells + other_cells
-    positives = cells[cells.attract > 0]
-    if not ambient:
-        rank_named(walk, positives, cells[cells.repel > 0])
-    elif len(positives) > 0 and int(torch.bincount(positives.anchors).max()) > 1:
+def _walk_single(
+    walk: Walk, positives: Cells, tile_cells: Cells, other_cells: Cells, tile_walk: type[TileWalk]
+) -> None:
+    """Ranks against one positive p an anchor: softplus(s_n - s_p) is a pointwise term whose bias is -t c_ip."""
+    rule, levels, anchors = walk.rule, walk.levels, positives.anchors
+    assert isinstance(rule.repel, Tensor)
+    cosines = levels.edge_cosines(walk.layout.anchors[anchors], positives.columns)
+    offsets = rule.repel.new_zeros(levels.count, len(rule.repel))
+    offsets.index_copy_(1, anchors, -cosines * spread(rule.temperature, anchors))
+    cost = rule.repel.index_copy(0, anchors, rule.repel[anchors] * positives.attract)
+    walk = replace(walk, rule=Rule(rule.temperature, list(offsets), 0.0, cost))
+    _walk_pointwise(walk, True, tile_cells, other_cells, tile_walk)
+    if walk.forces:
+        add_forces(walk, anchors, positives.columns, -walk.sums.force[:, anchors].to(cosines), cosines)
+
+
+def _walk_rows(walk: Walk, ambient: bool, cells: Cells, positives: Cells) -> None:
+    """Ranks against any positives: all candidates of a row at once, or its repel edges alone."""
+    if ambient:
         RowWalk(walk, cells, positives).run()
     else:
-        _walk_single(walk, positives, tile_cells, other_cells)
-
-
-def _walk_single(walk: Walk, positives: Cells, tile_cells: Cells, other_cells: Cells) -> None:
-    """Ranks against one positive p an anchor: softplus(s_n - s_p) is a pointwise term whose bias is -t c_ip."""
-    rule, levels, layout = walk.rule, walk.levels, walk.layout
-    assert isinstance(rule.repel, Tensor)
-    cosines = levels.edge_cosines(layout.anchors[positives.anchors], positives.columns)
-    offsets = rule.repel.new_zeros(levels.count, len(rule.repel))
-    offsets.index_copy_(1, positives.anchors, -cosines * spread(rule.temperature, positives.anchors))
-    cost = rule.repel.index_copy(0, positives.anchors, rule.repel[positives.anchors] * positives.attract)
-    walk = replace(walk, rule=Rule(rule.temperature, list(offsets), 0.0, cost))
-    _walk_pointwise(walk, True, tile_cells, other_cells)
-    if walk.forces:
-        forces = -walk.sums.force[:, positives.anchors].to(cosines)
-        add_forces(walk, positives.anchors, positives.columns, forces, cosines)
+        rank_named(walk, positives, cells[cells.repel > 0])
 
 
 def _gradients(walk: Walk, problem: Problem, groups: Tensor, group_count: int, wanted: tuple[bool, ...]) -> Gradients:
@@ -151,5 +172,5 @@ def _gradients(walk: Walk, problem: Problem, groups: Tensor, group_count: int, w
     # Differences of scores do not see the bias: the ranked forces cancel, but only up to rounding.
     if problem.form != "ranked":
         by_bias.index_add_(0, groups, sums.force.sum(0))
-    gradients = by_embeddings, *(values.to(walk.levels.unit.dtype) for values in (by_temperature, by_bias))
+    gradients = by_embeddings, *(values.to(walk.levels.wide) for values in (by_temperature, by_bias))
     return tuple(gradient if want else None for gradient, want in zip(gradients, wanted, strict=True))

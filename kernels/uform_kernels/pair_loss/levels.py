@@ -1,16 +1,18 @@
 """Cosines of all Matryoshka levels from one set of products, and the way back to the embeddings.
 
-With unit vectors u_i on the last level's m_k coordinates, the cosine of level l is
+With vectors v_i along the embeddings, the cosine of level l is
 
-    c_ij = r_i r_j sum of u_i u_j over the first m_l coordinates,    r_i = 1 / |u_i[:m_l]|,
+    c_ij = r_i r_j sum of v_i v_j over the first m_l coordinates,    r_i = 1 / |v_i[:m_l]|,
 
-so a product accumulated coordinate block by coordinate block passes every level on its way, and the last level needs
-no scale. Backwards, with forces f_ij = dL/dc_ij of level l, coordinate block b of u_i receives
-sum_j (sum over levels l >= b of r_i r_j f_ij) u_j[b], and each lower level's norm takes away what points along u_i:
-r_i^2 u_i[:m_l] sum_j f_ij c_ij. The last level's own norm is dealt with when the gradient returns to the embeddings.
+so a product accumulated coordinate block by coordinate block passes every level on its way; of unit vectors the last
+level needs no scale. Backwards, with forces f_ij = dL/dc_ij of level l, coordinate block b of v_i receives
+sum_j (sum over levels l >= b of r_i r_j f_ij) v_j[b], and each level's norm takes away what points along v_i:
+r_i^2 v_i[:m_l] sum_j f_ij c_ij. Unit vectors' own norm is dealt with when the gradient returns to the embeddings.
 
 N items, d coordinates, L levels, E edges.
 """
+
+import itertools
 
 import torch
 import torch.nn.functional as F
@@ -21,54 +23,65 @@ EDGE_CHUNK = 8192
 
 
 class Levels:
-    """Unit vectors and prefix norms of a batch.
+    """The vectors that products are taken of, and what scales products to cosines.
 
-    unit: (N, m_k) in the wide dtype; a zero vector stays zero
+    vectors: (N, m_k) unit vectors in the wide dtype, or with `keep` the embeddings' own numbers
     blocks: L coordinate ranges, one after another
-    scales: L - 1 vectors (N,), the r of the levels below the last; 0 where the prefix is zero
+    scales: L vectors (N,) r, 0 where a prefix is zero; None for unit vectors' last level
     """
 
-    def __init__(self, embeddings: Tensor, dimensions: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.width = embeddings.shape[1]
-        self.unit = embeddings[:, : dimensions[-1]].to(dtype, copy=True)
+    def __init__(self, embeddings: Tensor, dimensions: tuple[int, ...], wide: torch.dtype, keep: bool = False) -> None:
+        self.width, self.wide = embeddings.shape[1], wide
+        vectors = embeddings[:, : dimensions[-1]].to(wide, copy=True)
         # Dividing by the largest coordinate first keeps the squares of any finite vector in range.
-        largest = self.unit.abs().amax(1, keepdim=True)
-        self.unit /= torch.where(largest > 0, largest, 1)
-        norms = self.unit.norm(dim=1, keepdim=True)
-        self.unit /= torch.where(norms > 0, norms, 1)
-        self.shrink = reciprocal((largest * norms).squeeze(1))
-        bounds = (0, *dimensions)
-        self.blocks = [slice(low, high) for low, high in zip(bounds, dimensions, strict=False)]
-        self.scales = [reciprocal(self.unit[:, :dimension].norm(dim=1)) for dimension in dimensions[:-1]]
+        largest = vectors.abs().amax(1, keepdim=True)
+        # What is kept in a half precision may only be divided by a power of two, for that loses nothing.
+        divisor = torch.exp2(torch.frexp(largest).exponent.to(wide)) if keep else largest
+        vectors /= torch.where(largest > 0, divisor, 1)
+        norms = vectors.norm(dim=1, keepdim=True)
+        if not keep:
+            vectors /= torch.where(norms > 0, norms, 1)
+            divisor = largest * norms
+        self.shrink = torch.where(largest > 0, 1 / divisor, 0)
+        self.blocks = [slice(low, high) for low, high in itertools.pairwise((0, *dimensions))]
+        self.scales: list[Tensor | None] = [reciprocal(vectors[:, :size].norm(dim=1)) for size in dimensions[:-1]]
+        self.scales.append(reciprocal(norms.squeeze(1)) if keep else None)
+        self.vectors = vectors.to(embeddings.dtype) if keep else vectors
 
     @property
     def count(self) -> int:
         """L."""
         return len(self.blocks)
 
+    def unit(self, items: Tensor | slice = slice(None)) -> Tensor:
+        """Unit vectors of some items on the last level's coordinates."""
+        scale = self.scales[-1]
+        return self.vectors[items] if scale is None else self.vectors[items] * scale[items, None]
+
     def edge_cosines(self, rows: Tensor, columns: Tensor) -> Tensor:
         """(L, E): the cosines of listed pairs, at every level."""
-        cosines = self.unit.new_empty(self.count, len(rows))
+        cosines = torch.empty(self.count, len(rows), dtype=self.wide, device=rows.device)
         for part, row, column in _chunks(rows, columns):
-            products = self.unit[row] * self.unit[column]
+            products = self.vectors[row].to(self.wide) * self.vectors[column]
             partial = torch.stack([products[:, block].sum(1) for block in self.blocks]).cumsum(0)
             for level, scale in enumerate(self.scales):
-                partial[level] *= scale[row] * scale[column]
+                if scale is not None:
+                    partial[level] *= scale[row] * scale[column]
             cosines[:, part] = partial
         return cosines
 
 
 class Gradient:
-    """What the forces on cosines add up to: a gradient of the unit vectors, and of the lower levels' norms.
+    """What the forces on cosines add up to: a gradient of the vectors, and of the norms that scale them.
 
-    unit: (N, m_k)
-    radial: (L - 1, N) float64: sum_j (f_ij + f_ji) c_ij of each lower level
+    vectors: (N, m_k), wide
+    radial: (L, N) float64: sum_j (f_ij + f_ji) c_ij of each level that has a scale
     """
 
     def __init__(self, levels: Levels) -> None:
         self.levels = levels
-        self.unit = torch.zeros_like(levels.unit)
-        self.radial = self.unit.new_zeros(levels.count - 1, len(self.unit), dtype=torch.float64)
+        self.vectors = torch.zeros_like(levels.vectors, dtype=levels.wide)
+        self.radial = self.vectors.new_zeros(levels.count, len(self.vectors), dtype=torch.float64)
 
     def add_edges(self, rows: Tensor, columns: Tensor, forces: Tensor, cosines: Tensor) -> None:
         """Adds forces (L, E) on the cosines (L, E) of listed pairs."""
@@ -76,23 +89,26 @@ class Gradient:
         for part, row, column in _chunks(rows, columns):
             scaled = forces[:, part].clone()
             for level, scale in enumerate(levels.scales):
-                along = (scaled[level] * cosines[level, part]).double()
-                self.radial[level].index_add_(0, row, along).index_add_(0, column, along)
-                scaled[level] *= scale[row] * scale[column]
+                if scale is not None:
+                    along = (scaled[level] * cosines[level, part]).double()
+                    self.radial[level].index_add_(0, row, along).index_add_(0, column, along)
+                    scaled[level] *= scale[row] * scale[column]
             for low, block in enumerate(levels.blocks):
                 force = scaled[low:].sum(0)[:, None]
-                self.unit[:, block].index_add_(0, row, force * levels.unit[column, block])
-                self.unit[:, block].index_add_(0, column, force * levels.unit[row, block])
+                self.vectors[:, block].index_add_(0, row, force * levels.vectors[column, block])
+                self.vectors[:, block].index_add_(0, column, force * levels.vectors[row, block])
 
     def finish(self, factor: float) -> Tensor:
         """`factor` times the gradient of the embeddings (N, d). Consumes the gradient."""
-        levels = self.levels
-        for radial, scale, block in zip(self.radial, levels.scales, levels.blocks, strict=False):
-            prefix = slice(0, block.stop)
-            self.unit[:, prefix] -= (radial * scale**2).to(scale)[:, None] * levels.unit[:, prefix]
-        self.unit -= (levels.unit * self.unit).sum(1, keepdim=True) * levels.unit
-        self.unit *= levels.shrink[:, None] * factor
-        return F.pad(self.unit, (0, levels.width - self.unit.shape[1]))
+        levels, vectors = self.levels, self.vectors
+        for radial, scale, block in zip(self.radial, levels.scales, levels.blocks, strict=True):
+            if scale is not None:
+                pull = (radial * scale.double() ** 2).to(levels.wide)
+                vectors[:, : block.stop] -= pull[:, None] * levels.vectors[:, : block.stop]
+        if levels.scales[-1] is None:
+            vectors -= (levels.vectors * vectors).sum(1, keepdim=True) * levels.vectors
+        vectors *= levels.shrink * factor
+        return F.pad(vectors, (0, levels.width - vectors.shape[1]))
 
 
 def reciprocal(norms: Tensor) -> Tensor:

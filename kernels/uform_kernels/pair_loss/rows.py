@@ -91,7 +91,7 @@ class RowWalk:
 
     def run(self) -> None:
         """Walks chunk after chunk of anchors."""
-        rows, columns = len(self.walk.layout.anchors), len(self.walk.levels.unit)
+        rows, columns = len(self.walk.layout.anchors), len(self.walk.levels.vectors)
         step = HELD_CELLS // (columns * self.walk.levels.count)
         for chunk in chunks(slice(0, rows), min(max(step, LEAST_ROWS), MOST_ROWS)):
             self._chunk(chunk)
@@ -99,11 +99,11 @@ class RowWalk:
     def _chunk(self, chunk: slice) -> None:
         levels, gradient = self.walk.levels, self.walk.gradient
         anchors = self.walk.layout.anchors[chunk]
-        vectors = levels.unit[anchors]
-        products = levels.unit.new_zeros(len(vectors), len(levels.unit))
+        vectors = levels.vectors[anchors]
+        products = levels.vectors.new_zeros(len(vectors), len(levels.vectors))
         forces = []
         for level, block in enumerate(levels.blocks):
-            products.addmm_(vectors[:, block], levels.unit[:, block].T)
+            products.addmm_(vectors[:, block], levels.vectors[:, block].T)
             forces.append(self._level(level, chunk, anchors, products))
         if gradient is None:
             return
@@ -111,15 +111,16 @@ class RowWalk:
         for level, block in reversed([*enumerate(levels.blocks)]):
             if level < levels.count - 1:
                 total.add_(forces[level])
-            gradient.unit[:, block].addmm_(total.T, vectors[:, block])
-            gradient.unit[:, block].index_add_(0, anchors, total @ levels.unit[:, block])
+            gradient.vectors[:, block].addmm_(total.T, vectors[:, block])
+            gradient.vectors[:, block].index_add_(0, anchors, total @ levels.vectors[:, block])
 
     def _level(self, level: int, chunk: slice, anchors: Tensor, products: Tensor) -> Tensor:
         """Forces (r, N) on a level's products."""
         levels, gradient = self.walk.levels, self.walk.gradient
-        if level == levels.count - 1:
+        scale = levels.scales[level]
+        if scale is None:
             return self._rank(level, chunk, products)
-        left, right = levels.scales[level][anchors, None], levels.scales[level]
+        left, right = scale[anchors, None], scale
         cosines = (products * left).mul_(right)
         forces = self._rank(level, chunk, cosines)
         if gradient is not None:

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .cells import Buckets, Cells, Grid, Layout, merge
+from .cells import Buckets, Cells, Grid, Layout, complete
+from .levels import Levels
 from .problem import softplus
 from .walk import Walk, cell_terms, spread
 
@@ -62,63 +63,71 @@ def _family_spans(layout: Layout, positions: Tensor | None, parts: list[slice]) 
 class TileWalk:
     """One pass over the ambient tiles of a pair loss; `cells` are those that stand in the place of ambient ones."""
 
+    side = SIDE
+
+    @staticmethod
+    def keeps(embeddings: Tensor) -> bool:
+        """Whether products are taken of the embeddings' own half-precision numbers."""
+        return False
+
     def __init__(self, walk: Walk, cells: Cells) -> None:
         self.walk = walk
-        unit, anchors = walk.levels.unit, len(walk.layout.anchors)
-        self.half = anchors == len(unit)
-        self.grid = Grid(anchors, len(unit), SIDE)
+        anchors, items = len(walk.layout.anchors), len(walk.levels.vectors)
+        self.half = anchors == items
+        self.grid = Grid(anchors, items, self.side)
         self.forward, self.backward = self._bucket(cells)
-        size = min(SIDE, anchors) * min(SIDE, len(unit))
-        self.products, self.cosines, self.back, self.scratch = (unit.new_empty(size) for _ in range(4))
-        self.forces = [unit.new_empty(size) for _ in walk.levels.blocks]
+        self._allocate(min(self.side, anchors) * min(self.side, items))
+
+    def _allocate(self, size: int) -> None:
+        """Tiles that every step reuses."""
+
+        def tile() -> Tensor:
+            return torch.empty(size, dtype=self.walk.levels.wide, device=self.walk.levels.vectors.device)
+
+        self.products, self.cosines, self.back, self.scratch = tile(), tile(), tile(), tile()
+        self.forces = [tile() for _ in self.walk.levels.blocks]
 
     def _bucket(self, cells: Cells) -> tuple[Buckets, Buckets]:
         """The named cells by tile: those of the tiles as they are, and those of their transposes."""
-        none = cells[:0]
-        if not self.half:
-            return self._sort(cells), self._sort(none)
-        row, column = cells.anchors // SIDE, cells.columns // SIDE
-        if self.walk.rule.uniform:
-            merged = merge(cells[row != column], self.grid.columns, self.walk.ambient_weight)
-            return self._sort(cells[row == column] + merged), self._sort(none)
-        below = cells[row > column]
-        return self._sort(cells[row <= column]), self.grid.bucket(below, below.columns, below.anchors)
-
-    def _sort(self, cells: Cells) -> Buckets:
-        return self.grid.bucket(cells, cells.anchors, cells.columns)
+        if self.half:
+            cells = complete(cells, self.grid.columns, self.walk.ambient_weight)
+        under = (cells.anchors // self.side > cells.columns // self.side) & self.half
+        above, below = cells[~under], cells[under]
+        return (
+            self.grid.bucket(above, above.anchors, above.columns),
+            self.grid.bucket(below, below.columns, below.anchors),
+        )
 
     def run(self) -> None:
         """Walks every tile."""
-        gradient = self.walk.gradient
-        self.walk.sums.cosines[1] += self.walk.ambient_weight * all_cosines(self.walk.levels.unit, self.walk.layout)
-        for tiles in ambient_tiles(self.grid, self.walk.layout, self.half):
+        walk = self.walk
+        walk.sums.cosines[1] += walk.ambient_weight * all_cosines(walk.levels, walk.layout)
+        for tiles in ambient_tiles(self.grid, walk.layout, self.half):
             if not tiles:
                 continue
-            anchors = self.walk.layout.anchors[tiles[0].rows]
-            vectors = self.walk.levels.unit[anchors]
-            gathered = torch.zeros_like(vectors)
+            anchors = walk.layout.anchors[tiles[0].rows]
+            vectors = walk.levels.vectors[anchors]
+            gathered = torch.zeros_like(vectors, dtype=walk.levels.wide)
             for tile in tiles:
                 self._tile(tile, anchors, vectors, gathered)
-            if gradient is not None:
-                gradient.unit.index_add_(0, anchors, gathered)
+            if walk.gradient is not None:
+                walk.gradient.vectors.index_add_(0, anchors, gathered)
 
     def _tile(self, tile: Tile, anchors: Tensor, vectors: Tensor, gathered: Tensor) -> None:
         levels, gradient = self.walk.levels, self.walk.gradient
-        others = levels.unit[tile.columns]
+        others = levels.vectors[tile.columns]
         products = shaped(self.products, (len(vectors), len(others)))
-        kin = self._kin(tile, anchors)
         for level, block in enumerate(levels.blocks):
-            left, right = vectors[:, block], others[:, block].T
-            torch.mm(left, right, out=products) if level == 0 else products.addmm_(left, right)
-            self._level(level, tile, anchors, products, kin)
+            multiply(vectors[:, block], others[:, block].T, products, add=level > 0)
+            self._level(level, tile, anchors, products)
         if gradient is None:
             return
         total = shaped(self.forces[-1], products.shape)
         for level, block in reversed([*enumerate(levels.blocks)]):
             if level < levels.count - 1:
                 total.add_(shaped(self.forces[level], products.shape))
-            gathered[:, block].addmm_(total, others[:, block])
-            gradient.unit[tile.columns, block].addmm_(total.T, vectors[:, block])
+            multiply(total, others[:, block], gathered[:, block], add=True)
+            multiply(total.T, vectors[:, block], gradient.vectors[tile.columns, block], add=True)
 
     def _kin(self, tile: Tile, anchors: Tensor) -> Tensor | None:
         """(I, J) which cells lie within one family; None where none does."""
@@ -127,33 +136,35 @@ class TileWalk:
             return None
         return families[anchors, None] == families[tile.columns]
 
-    def _level(self, level: int, tile: Tile, anchors: Tensor, products: Tensor, kin: Tensor | None) -> None:
+    def _level(self, level: int, tile: Tile, anchors: Tensor, products: Tensor) -> None:
         """Turns a level's products into forces on them, in `forces[level]`."""
         levels, gradient = self.walk.levels, self.walk.gradient
         forces = shaped(self.forces[level], products.shape)
-        if level == levels.count - 1:
-            self._both(level, tile, products, forces, kin)
-            return
         scale = levels.scales[level]
+        if scale is None:
+            self._both(level, tile, anchors, products, forces)
+            return
         left, right = scale[anchors, None], scale[tile.columns]
         cosines = torch.mul(products, left, out=shaped(self.cosines, products.shape)).mul_(right)
-        self._both(level, tile, cosines, forces, kin)
+        self._both(level, tile, anchors, cosines, forces)
         if gradient is not None:
             along = cosines.mul_(forces)
             gradient.radial[level].index_add_(0, anchors, along.sum(1).double())
             gradient.radial[level, tile.columns] += along.sum(0)
             forces.mul_(left).mul_(right)
 
-    def _both(self, level: int, tile: Tile, cosines: Tensor, forces: Tensor, kin: Tensor | None) -> None:
+    def _both(self, level: int, tile: Tile, anchors: Tensor, cosines: Tensor, forces: Tensor) -> None:
         """Forces on the tile's cosines, from its own cells and from those that it mirrors."""
-        named = self.forward[tile.number]
+        kin = self._kin(tile, anchors)
+        own = self.forward[tile.number]
+        mirrored = self.backward[tile.number] if tile.mirrored else []
         if self.walk.rule.uniform:
-            self._push(level, cosines, forces, kin, tile.rows, None, named, 1 + tile.mirrored)
+            self._push(level, cosines, forces, kin, tile.rows, None, own + mirrored, 1 + tile.mirrored)
             return
-        self._push(level, cosines, forces, kin, tile.rows, 1, named)
+        self._push(level, cosines, forces, kin, tile.rows, 1, own)
         if tile.mirrored:
             back = shaped(self.back, forces.shape)
-            self._push(level, cosines, back, kin, tile.columns, 0, self.backward[tile.number])
+            self._push(level, cosines, back, kin, tile.columns, 0, mirrored)
             forces.add_(back)
 
     def _push(
@@ -164,7 +175,7 @@ class TileWalk:
         kin: Tensor | None,
         rows: slice,
         axis: int | None,
-        named: tuple[Cells, Tensor] | None,
+        named: list[tuple[Cells, Tensor]],
         times: int = 1,
     ) -> None:
         """Writes dL/dc of one direction: of anchors down the tile (axis 1 is summed) or across it (axis 0).
@@ -175,9 +186,9 @@ class TileWalk:
         temperature, offset = spread(rule.temperature, rows, axis), spread(rule.offsets[level], rows, axis)
         weight = spread(rule.repel, rows, axis) * (self.walk.ambient_weight * times)
         flat = torch.mul(cosines, temperature, out=forces).add_(offset).view(-1)
-        if named is not None:
-            on_cells = self._name(level, *named, flat[named[1]], cosines)
-            flat.index_fill_(0, named[1], float("-inf"))
+        on_cells = [self._name(level, cells, flat[places], cosines.view(-1)[places]) for cells, places in named]
+        for _, places in named:
+            flat.index_fill_(0, places, float("-inf"))
         if kin is not None:
             forces.masked_fill_(kin, float("-inf"))
         scratch = softplus(forces, out=shaped(self.scratch, forces.shape))
@@ -189,18 +200,17 @@ class TileWalk:
         axis = 1 if axis is None else axis
         sums.force[level, rows] += forces.sum(axis)
         sums.along[rows] += torch.mul(forces, cosines, out=scratch).sum(axis)
-        if named is not None:
-            flat[named[1]] = on_cells
+        for (_, places), on_named in zip(named, on_cells, strict=True):
+            flat.index_add_(0, places, on_named)
         if isinstance(temperature, Tensor):
             forces.mul_(temperature)
 
-    def _name(self, level: int, cells: Cells, places: Tensor, scores: Tensor, cosines: Tensor) -> Tensor:
+    def _name(self, level: int, cells: Cells, scores: Tensor, cosines: Tensor) -> Tensor:
         """Adds a tile's named cells to the sums and answers dL/ds of each.
 
         Apart from the ambient cells, whose forces are so much smaller that a sum of both would round them away.
         """
         walk, sums = self.walk, self.walk.sums
-        cosines = cosines.view(-1)[places]
         losses, forces = cell_terms(walk.rule, scores, cells)
         sums.losses += losses.sum(1)
         if level == walk.levels.count - 1:
@@ -211,16 +221,26 @@ class TileWalk:
         return forces
 
 
-def all_cosines(unit: Tensor, layout: Layout) -> Tensor:
+def all_cosines(levels: Levels, layout: Layout) -> Tensor:
     """Sum of the cosines of all cells (of those between families, where these matter), from sums of vectors alone."""
-    anchors, items = unit[layout.anchors].sum(0), unit.sum(0)
-    total = anchors @ items
+    unit = levels.unit()
+    total = unit[layout.anchors].sum(0) @ unit.sum(0)
     if layout.families is None:
         return total
     by_family = unit.new_zeros(2, int(layout.families[-1]) + 1, unit.shape[1])
     by_family[0].index_add_(0, layout.families[layout.anchors], unit[layout.anchors])
     by_family[1].index_add_(0, layout.families, unit)
     return total - by_family.prod(0).sum()
+
+
+def multiply(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
+    """`out` (+)= left @ right; a wide `out` of half factors keeps the wide sums of their products."""
+    if left.dtype == out.dtype:
+        out.addmm_(left, right, beta=int(add))
+    elif add:
+        out += torch.mm(left, right, out_dtype=out.dtype)
+    else:
+        torch.mm(left, right, out_dtype=out.dtype, out=out)
 
 
 def shaped(buffer: Tensor, shape: tuple[int, int] | torch.Size) -> Tensor:
