@@ -7,6 +7,10 @@ without experimaestro, xpm-torch or lightning.
 from importlib import import_module
 
 _HOMES = {
+    "xpmir_uform.batching.batcher": ("UFormBatcher",),
+    "xpmir_uform.batching.packer": ("BagPacker",),
+    "xpmir_uform.batching.prediction": ("predict_memory", "requirements_for"),
+    "xpmir_uform.batching.shape": ("BatchShape",),
     "xpmir_uform.data.augmentation": ("PictureAugmentation",),
     "xpmir_uform.data.batch": ("Batch",),
     "xpmir_uform.data.datasets.emoji": ("EmojiBags", "EmojiCollection", "EmojiRetrieval"),

@@ -14,6 +14,7 @@ from xpmir_uform import (
     PictureAugmentation,
     RetrievalEvaluation,
     RetrievalValidation,
+    save_model,
 )
 from xpmir_uform.experiments import ModelSettings, TrainingSettings, UFormExperiment, form_of, uform_experiment
 from xpmir_uform.reports.quickstart import QuickstartRun, report
@@ -54,4 +55,6 @@ def run(helper: UFormExperiment, settings: Quickstart):
     helper.submit("Evaluating the untrained model", before)
     helper.submit("Evaluating the trained model", after, init_tasks=[trained.learned_model])
     helper.wait()
-    report(QuickstartRun(learner, trained.learned_model, before, after, collection.instance(), helper.xp.resultspath))
+    results = helper.xp.resultspath
+    save_model(trained.learned_model, results / "model")
+    report(QuickstartRun(learner, before, after, collection.instance(), results))

@@ -1,7 +1,7 @@
 """Validation of configurations before they are submitted."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from experimaestro import Config
 
@@ -23,9 +23,8 @@ def validate(config: Config) -> None:
 
 def _parts(value: Any) -> Iterator[Config]:
     """The configurations directly below a configuration, or in a list or dictionary."""
-    if isinstance(value, Config):
-        value = value.__xpm__.values
-    for part in value.values() if isinstance(value, dict) else value:
+    held = cast(Any, value).__xpm__.values if isinstance(value, Config) else value
+    for part in held.values() if isinstance(held, dict) else held:
         if isinstance(part, Config):
             yield part
         elif isinstance(part, (list, dict)):

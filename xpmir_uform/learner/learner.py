@@ -125,12 +125,12 @@ class UFormLearner(Learner, ResumableTask):
 
     def _wrap(self, fabric) -> None:
         """Hands model and optimizers to Fabric."""
-        self.model = self.model.setup_with_fabric(fabric)
+        model = self.model.setup_with_fabric(fabric)
         wrapped = fabric.setup_optimizers(*self.optimizer.optimizers)
         # Fabric answers one optimizer alone, not in a sequence.
         self.optimizer.optimizers = list(wrapped) if isinstance(wrapped, (list, tuple)) else [wrapped]
-        self.context.state.model = self.context.state._fabric_model = self.model
-        self.trainer.model = self.trainer._fabric_model = self.model
+        self.context.state.model = self.context.state._fabric_model = model
+        self.trainer.model = self.trainer._fabric_model = model
         for hook in self.context.hooks(InitializationHook):
             hook.after(self.context)
 

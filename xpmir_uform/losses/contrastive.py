@@ -4,7 +4,6 @@ Letters: N items of the global batch, d embedding width.
 """
 
 from enum import StrEnum
-from typing import Any
 
 import torch
 from experimaestro import Meta, Param
@@ -33,10 +32,12 @@ class Negatives(StrEnum):
 STATS = ("attract_loss", "repel_loss", "attract_cosine", "repel_cosine")
 
 
-def edges_of(batch: Batch, rows: range, device: torch.device | str = "cpu") -> dict[str, Edges]:
-    """The edges of the anchors ``rows``, by the kernel's names."""
-    sets = {"attract": batch.attract, "repel": batch.repel, "ignore": batch.ignore}
-    return {name: edges.part(rows.start, rows.stop).to(device) for name, edges in sets.items()}
+def edges_of(batch: Batch, rows: range, device: torch.device | str = "cpu") -> tuple[Edges, Edges, Edges]:
+    """What the anchors ``rows`` attract, repel and ignore."""
+    attract, repel, ignore = (
+        edges.part(rows.start, rows.stop).to(device) for edges in (batch.attract, batch.repel, batch.ignore)
+    )
+    return attract, repel, ignore
 
 
 class ContrastiveLoss(BatchLoss):
@@ -64,11 +65,13 @@ class ContrastiveLoss(BatchLoss):
     def counts(self, batch: Batch, rows: range) -> torch.Tensor:
         """(3,) float64: attract weight, repel weight, anchors."""
         return pair_normalizers(
-            **edges_of(batch, rows),
+            *edges_of(batch, rows),
             count=len(batch),
             families=batch.families,
             rows=(rows.start, rows.stop),
-            **self._kind(),
+            form=self.form.NAME,
+            negatives=str(self.negatives),
+            ambient_weight=self.ambient_weight,
         ).values
 
     def compute(self, encoded: Encoded, batch: Batch, rows: range, counts: torch.Tensor) -> LossValue:
@@ -76,7 +79,7 @@ class ContrastiveLoss(BatchLoss):
         device = encoded.embeddings.device
         out = pair_loss(
             encoded.embeddings,
-            **edges_of(batch, rows, device),
+            *edges_of(batch, rows, device),
             families=batch.families.to(device),
             inverse_temperature=encoded.inverse_temperature,
             bias=encoded.bias,
@@ -86,10 +89,8 @@ class ContrastiveLoss(BatchLoss):
             normalizers=Normalizers(counts.to(device)),
             backend=self.backend,
             describe=batch.describe,
-            **self._kind(),
+            form=self.form.NAME,
+            negatives=str(self.negatives),
+            ambient_weight=self.ambient_weight,
         )
         return LossValue(out.loss, {name: float(out.stats[name]) for name in STATS})
-
-    def _kind(self) -> dict[str, Any]:
-        """What decides which cells there are and how they are weighted."""
-        return {"form": self.form.NAME, "negatives": str(self.negatives), "ambient_weight": self.ambient_weight}

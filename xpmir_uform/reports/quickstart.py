@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from xpm_torch import ModuleLoader
 
 from xpmir_uform.data import draws
 from xpmir_uform.data.datasets.emoji import EmojiCollection
 from xpmir_uform.evaluation.retrieval import RetrievalEvaluation
-from xpmir_uform.export import save_model
 from xpmir_uform.learner.learner import UFormLearner
 from xpmir_uform.reports.curves import plot_curve, read_scalars
 from xpmir_uform.reports.sheets import Found, contact_sheet
@@ -27,15 +25,13 @@ class QuickstartRun:
 
     Args:
         learner: the task that trained.
-        loader: loads the trained weights.
         before: the evaluation of the initial weights.
         after: the evaluation of the trained weights.
         collection: the emoji.
-        folder: where the pictures go.
+        folder: where the pictures go, and where ``model/`` lies.
     """
 
     learner: UFormLearner
-    loader: ModuleLoader
     before: RetrievalEvaluation
     after: RetrievalEvaluation
     collection: EmojiCollection
@@ -86,7 +82,6 @@ def report(run: QuickstartRun) -> None:
         curve, *read_scalars(run.learner.logpath, "train/contrastive"), title="Quickstart", label="training loss"
     )
     contact_sheet(sheet, examples(run.collection, after["text-image"]["nearest"]))
-    save_model(run.loader, run.folder / "model")
     identifier = run.learner.__xpm__.identifier.all.hex()
     model = run.learner.model
     print(

@@ -98,7 +98,7 @@ def exact_step(engine: Engine, share: Share, losses: Sequence[BatchLoss]) -> dic
         values = objective(losses, encoded, share.batch, share.shares[engine.ranks.rank], counts)
         gradient = gradients(losses, values, encoded)
         own = engine.ranks.scatter_sum(gradient.embeddings, share.shares)
-        if failure is None:
+        if outputs is not None:
             _, failure = attempt(engine.ranks, lambda: propagate(engine, share, outputs, own, gradient))
     values = agree(engine.ranks, values, failure)
     if share.closing is not None:
