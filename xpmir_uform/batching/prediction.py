@@ -11,6 +11,7 @@ from math import ceil
 from typing import Any, NamedTuple
 
 import torch
+from experimaestro import Config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from xpm_torch.optim import DuplicateParameterFilter, ParameterOptimizer
 
@@ -58,12 +59,10 @@ def footprint(learner: Any, bag: Sequence[int] | None = None) -> Footprint:
         ValueError: a precision that is not one of Fabric's plain ones, or a bag that the batch shape refuses.
     """
     held, computed = types_of(learner.fabric_config.precision)
-    batcher = learner.trainer.batcher and learner.trainer.batcher.copy().instance()
+    batcher = made(learner.trainer.batcher)
     longest = batcher.longest if isinstance(batcher, UFormBatcher) else 0
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = learner.model.copy().instance()
-        model.initialize()
-        model.to(held)
+        model = built(learner.model, held)
         cost = cost_of(model, longest, computed)
         optimizer = state_bytes(learner.optimizers, model)
     bags = ceil(learner.trainer.batch_size / (devices(learner.fabric_config) * learner.fabric_config.num_nodes))
@@ -74,6 +73,40 @@ def footprint(learner: Any, bag: Sequence[int] | None = None) -> Footprint:
         optimizer=optimizer,
         activations=ceil(heaviest(bags, bag or typical_bag(model, longest), batcher, cost)),
     )
+
+
+def made(config: Any) -> Any:
+    """The instance of a copy of a configuration, or None: making one seals the configuration that it is made of."""
+    return config and copied(config).instance()
+
+
+def copied(value: Any) -> Any:
+    """A configuration with the same values; experimaestro 2.7's own copy forgets those that have a default factory."""
+    if isinstance(value, list):
+        return [copied(each) for each in value]
+    if isinstance(value, dict):
+        return {key: copied(each) for key, each in value.items()}
+    if not isinstance(value, Config):
+        return value
+    known: Any = value
+    given = {
+        argument.name: copied(each)
+        for argument, each in known.__xpm__.xpmvalues()
+        if not argument.constant and (argument.generator is None or isinstance(each, Config))
+    }
+    return type(value)(**given)
+
+
+def built(config: Any, held: torch.dtype) -> UFormEncoder:
+    """The model of a configuration, with weights of type ``held``."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(held)
+    try:
+        model = made(config)
+        model.initialize()
+    finally:
+        torch.set_default_dtype(before)
+    return model
 
 
 def types_of(precision: str) -> tuple[torch.dtype, torch.dtype | None]:
@@ -108,7 +141,7 @@ def state_bytes(optimizers: Iterable[ParameterOptimizer], model: UFormEncoder) -
     """What optimizers keep of a model's parameters, seen by letting them make a step."""
     taken, total = DuplicateParameterFilter(), 0
     for config in optimizers:
-        optimizer = config.copy().instance().create_optimizer(model, taken, log=False)
+        optimizer = made(config).create_optimizer(model, taken, log=False)
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
@@ -161,8 +194,7 @@ def requirements_for(learner: Any, duration: str = "1h", bag: Sequence[int] | No
         free; ``cuda`` unless the learner's accelerator is ``cpu``, ``mps`` or ``gpu``; with ``* n`` for n GPUs.
     """
     parts = footprint(learner, bag)
-    batcher = learner.trainer.batcher
-    fraction = getattr(batcher and batcher.copy().instance(), "memory_fraction", 1.0)
+    fraction = getattr(made(learner.trainer.batcher), "memory_fraction", 1.0)
     needed = sum(parts[:3]) + parts.activations / fraction + PROCESS_BYTES
     accelerator = learner.fabric_config.accelerator
     kind = accelerator if accelerator in ("cpu", "mps", "gpu") else "cuda"

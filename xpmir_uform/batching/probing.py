@@ -74,15 +74,15 @@ def gradient_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 
 def probe_lengths(longest: int, device: torch.device) -> list[tuple[int, ...]]:
-    """Probes that tell the terms of the cost model apart: few and many items, long, short and mixed.
+    """Probes that tell the terms of the cost model apart: one item and many; long, short and, as in training, mixed.
 
     Args:
         longest: most tokens of one item; 0: unknown.
     """
     top = min(longest or LONGEST, 4 * LONGEST)
     short, tiny = max(1, top // 4), max(1, top // 32)
-    mixed = tuple(max(1, top >> halved) for halved in range(8))
-    small = [(top,), (top,) * 4, (short,) * 16, (tiny,) * 64, mixed]
+    mixed = tuple(range(max(1, top // 8), top + 1, max(1, top // 8)))
+    small = [(tiny,), (top,), (short,) * 16, (tiny,) * 64, mixed, (tiny, short, top) * 2]
     return small + [lengths * ENLARGED for lengths in small] if device.type == "cuda" else small
 
 
@@ -97,10 +97,11 @@ def probe(run: Run, lengths: Sequence[Sequence[int]], device: torch.device) -> l
     for items in lengths:
         try:
             probes.append(Probe(tuple(items), kept + measure(partial(run, items), device)))
+            continue
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            logger.warning("a probe of %d items, %d tokens does not fit into memory", len(items), sum(items))
+        logger.warning("a probe of %d items, %d tokens does not fit into memory", len(items), sum(items))
         release(device)
     return probes
 
