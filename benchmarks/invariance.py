@@ -33,6 +33,7 @@ from xpmir_uform import (
     Bag,
     BagSampler,
     BagSource,
+    BatchShape,
     ContrastiveLoss,
     CosineSchedule,
     ImageShape,
@@ -40,6 +41,7 @@ from xpmir_uform import (
     Modality,
     PooledHead,
     RankedForm,
+    UFormBatcher,
     UFormEncoder,
     UFormLearner,
     UFormTrainer,
@@ -105,6 +107,10 @@ class PiecesWorker(BatcherWorker):
         """Processes the pieces."""
         parts = [batch[start : start + self.size] for start in range(0, len(batch), self.size)]
         return process(iter(parts), len(parts), *args, **kwargs)
+
+
+SMALL_MEMORY = UFormBatcher.C(memory=1_500_000)
+"""Fits about a third of a batch."""
 
 
 class Killed(BaseException):
@@ -292,8 +298,9 @@ def single_process_rows(matrix: Matrix, whole: Path) -> Iterator[Row]:
     """What varies within one process."""
     runs = [matrix.run(batcher=Pieces.C(size=size)) for size in (1, 2, 3, 4, 5)]
     yield Row("microbatches of 1 to 5 bags", "weights, 64-true", max(distance(run, whole) for run in runs), 1e-10)
-    runs = [matrix.run(batcher=batcher) for batcher in (Batcher.C(), PowerAdaptativeBatcher.C())]
-    yield Row("stock batchers", "weights, 64-true", max(distance(run, whole) for run in runs), 1e-10)
+    batchers = Batcher.C(), PowerAdaptativeBatcher.C(), UFormBatcher.C(shape=BatchShape.C(bags=2)), SMALL_MEMORY
+    runs = [matrix.run(batcher=batcher) for batcher in batchers]
+    yield Row("stock batchers and ours", "weights, 64-true", max(distance(run, whole) for run in runs), 1e-10)
     ranked = matrix.run(form=RankedForm.C(), keep=100)
     runs = [matrix.run(form=RankedForm.C(), batcher=Pieces.C(size=size)) for size in (1, 3)]
     yield Row("microbatches, ranked form", "weights, 64-true", max(distance(run, ranked) for run in runs), 1e-10)

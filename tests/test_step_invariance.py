@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from xpm_torch.batchers import PowerAdaptativeBatcher
 
-from xpmir_uform import RankedForm, UFormEncoder, UFormTrainer
+from xpmir_uform import BatchShape, RankedForm, UFormBatcher, UFormEncoder, UFormTrainer
 from xpmir_uform.model.pooling import Pooling
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "invariance.py"
@@ -32,6 +32,18 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7])
 def test_microbatches_change_nothing(tmp_path, whole, size):
     run_here(config(Pieces.C(size=size)), tmp_path)
+    assert distance(tmp_path, whole) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "batcher", [UFormBatcher.C(shape=BatchShape.C(bags=2)), invariance.SMALL_MEMORY], ids=["bags", "memory"]
+)
+def test_our_batcher_changes_nothing(tmp_path, whole, batcher, monkeypatch):
+    parts = []
+    forward = UFormTrainer.step
+    monkeypatch.setattr(UFormTrainer, "step", lambda self, *args: parts.append(args[2]) or forward(self, *args))
+    run_here(config(batcher), tmp_path)
+    assert max(parts) > 1
     assert distance(tmp_path, whole) < 1e-10
 
 
