@@ -21,17 +21,14 @@ from .walk import Scalars, spread
 # Wide enough that a tile's products take longer than the launch of the dozen small steps around them.
 SIDE = 8192
 
-# (architecture's first letters) -> block sizes and warps; 32 cells a thread keep all intermediates in registers.
-TABLE: dict[str, dict[str, int]] = {
-    "sm_": {"R": 32, "C": 128, "num_warps": 8},
-    "gfx": {"R": 32, "C": 128, "num_warps": 8},
-}
+# By the architecture's first letters: block sizes and warps. 8 cells a thread keep all intermediates in registers.
+TABLE = {"sm_": {"R": 16, "C": 128, "num_warps": 8}, "gfx": {"R": 8, "C": 128, "num_warps": 4}}
 
 # Fusing a product and a sum into one rounding changes results, and its default differs between releases.
 OPTIONS = {"num_stages": 1, "enable_fp_fusion": True}
 
 # What the kernel sums over a tile's rows and columns.
-LOSS, FORCE, ALONG, RADIAL = range(4)
+RADIAL, LOSS, FORCE, ALONG = range(4)
 
 
 def triton_pair_loss(
@@ -87,12 +84,13 @@ def _forces(
     cell = row[:, None] * columns + column[None, :]
     live = in_rows[:, None] & in_columns[None, :]
     product = tl.load(products + cell, mask=live, other=float("-inf"))
-    live = live & (product > float("-inf"))
+    live = live & (product != float("-inf"))
     if MIXED:
         own = tl.load(row_family + row, mask=in_rows, other=0)
         other = tl.load(column_family + column, mask=in_columns, other=0)
         live = live & (own[:, None] != other[None, :])
-    cosine = tl.where(live, product, 0.0)
+    # As numbers, for masks of every cell would stay in scalar registers to the end.
+    counts, cosine = tl.where(live, 1.0, 0.0), tl.where(live, product, 0.0)
     if SCALED:
         left = tl.load(row_scale + row, mask=in_rows, other=0.0)
         right = tl.load(column_scale + column, mask=in_columns, other=0.0)
@@ -100,16 +98,16 @@ def _forces(
 
     temperature = tl.load(row_temperature + row, mask=in_rows, other=0.0)[:, None]
     offset = tl.load(row_offset + row, mask=in_rows, other=0.0)[:, None]
-    cost = tl.where(live, tl.load(row_cost + row, mask=in_rows, other=0.0)[:, None], 0.0)
+    cost = counts * tl.load(row_cost + row, mask=in_rows, other=0.0)[:, None]
     if SAME and MIRRORED:
         cost = cost * 2.0
     loss, force = _softplus_sigmoid(temperature * cosine + offset)
     force = force * cost
     row_line = row_sums + column_block * rows + row
     row_plane = tl.num_programs(0).to(tl.int64) * rows
-    tl.store(row_line, tl.sum(loss * cost, 1), mask=in_rows)
-    tl.store(row_line + row_plane, tl.sum(force, 1), mask=in_rows)
-    tl.store(row_line + 2 * row_plane, tl.sum(force * cosine, 1), mask=in_rows)
+    tl.store(row_line + row_plane, tl.sum(loss * cost, 1), mask=in_rows)
+    tl.store(row_line + 2 * row_plane, tl.sum(force, 1), mask=in_rows)
+    tl.store(row_line + 3 * row_plane, tl.sum(force * cosine, 1), mask=in_rows)
     if PER_ANCHOR:
         force = force * temperature
 
@@ -118,18 +116,18 @@ def _forces(
     if MIRRORED and not SAME:
         temperature = tl.load(column_temperature + column, mask=in_columns, other=0.0)[None, :]
         offset = tl.load(column_offset + column, mask=in_columns, other=0.0)[None, :]
-        cost = tl.where(live, tl.load(column_cost + column, mask=in_columns, other=0.0)[None, :], 0.0)
+        cost = counts * tl.load(column_cost + column, mask=in_columns, other=0.0)[None, :]
         loss, back = _softplus_sigmoid(temperature * cosine + offset)
         back = back * cost
-        tl.store(column_line, tl.sum(loss * cost, 0), mask=in_columns)
-        tl.store(column_line + column_plane, tl.sum(back, 0), mask=in_columns)
-        tl.store(column_line + 2 * column_plane, tl.sum(back * cosine, 0), mask=in_columns)
+        tl.store(column_line + column_plane, tl.sum(loss * cost, 0), mask=in_columns)
+        tl.store(column_line + 2 * column_plane, tl.sum(back, 0), mask=in_columns)
+        tl.store(column_line + 3 * column_plane, tl.sum(back * cosine, 0), mask=in_columns)
         if PER_ANCHOR:
             back = back * temperature
         force = force + back
     if SCALED:
-        tl.store(row_line + 3 * row_plane, tl.sum(force * cosine, 1), mask=in_rows)
-        tl.store(column_line + 3 * column_plane, tl.sum(force * cosine, 0), mask=in_columns)
+        tl.store(row_line, tl.sum(force * cosine, 1), mask=in_rows)
+        tl.store(column_line, tl.sum(force * cosine, 0), mask=in_columns)
         force = force * left[:, None] * right[None, :]
     if STORE:
         tl.store(forces + cell, force.to(forces.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])
@@ -171,7 +169,8 @@ class FusedWalk(TileWalk):
         sizes = block_sizes(products.device)
         blocks = triton.cdiv(rows, sizes["R"]), triton.cdiv(columns, sizes["C"])
         row_sums = products.new_zeros(4, blocks[1], rows)
-        column_sums = products.new_zeros(4, blocks[0], columns)
+        backwards = tile.mirrored and not rule.uniform
+        column_sums = products.new_zeros(4 if backwards else 1, blocks[0], columns)
         by_anchor = [
             expanded(value, part, products)
             for part in (tile.rows, tile.columns if tile.mirrored else tile.rows)
@@ -189,12 +188,13 @@ class FusedWalk(TileWalk):
         self._add(level, tile, anchors, row_sums.sum(1, dtype=torch.float64), column_sums.sum(1, dtype=torch.float64))
 
     def _add(self, level: int, tile: Tile, anchors: Tensor, by_row: Tensor, by_column: Tensor) -> None:
-        """Adds sums (4, I) and (4, J) of a tile's lines."""
+        """Adds the sums (4, I) and (4 or 1, J) of a tile's lines."""
         sums, gradient = self.walk.sums, self.walk.gradient
-        sums.losses[1] += by_row[LOSS].sum() + by_column[LOSS].sum()
+        sums.losses[1] += by_row[LOSS].sum()
         sums.force[level, tile.rows] += by_row[FORCE]
         sums.along[tile.rows] += by_row[ALONG]
-        if tile.mirrored:
+        if len(by_column) > 1:
+            sums.losses[1] += by_column[LOSS].sum()
             sums.force[level, tile.columns] += by_column[FORCE]
             sums.along[tile.columns] += by_column[ALONG]
         if gradient is not None:
@@ -244,9 +244,8 @@ def compile_cases(
 ) -> list[tuple[str, triton.JITFunction, dict[str, str], dict[str, Any], dict[str, Any]]]:
     """Name, kernel, signature, constants and options of what a call may launch, for a compile check."""
     sizes = next(sizes for prefix, sizes in TABLE.items() if target.startswith(prefix))
-    lines = [
-        f"{line}_{name}" for line in ("row", "column") for name in ("temperature", "offset", "cost", "scale", "sums")
-    ]
+    names = "temperature", "offset", "cost", "scale", "sums"
+    floats = ["products", *(f"{line}_{name}" for line in ("row", "column") for name in names)]
     options = OPTIONS | {"num_warps": sizes["num_warps"]}
     cases: list[tuple[str, triton.JITFunction, dict[str, str], dict[str, Any], dict[str, Any]]] = []
     for dtype in ("fp32", "bf16"):
