@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from xpmir_uform.batching.balance import balance
 from xpmir_uform.batching.cost import CostModel
 from xpmir_uform.batching.packer import BagPacker, pack
 from xpmir_uform.batching.shape import BatchShape
@@ -153,3 +154,16 @@ def test_shapes_that_make_no_sense_are_refused(shape):
 
     with pytest.raises(ValueError, match="expected"):
         validate(BatchShape.C(**shape))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 1000), max_size=50), st.integers(1, 6))
+def test_ranks_get_every_bag_once_and_like_costs(costs, parts):
+    """No rank has more than another but for one bag: that of its last one."""
+    shares = balance(costs, parts)
+    assert len(shares) == parts
+    assert sorted(number for share in shares for number in share) == list(range(len(costs)))
+    assert all(share == sorted(share) for share in shares)
+    loads = [sum(costs[number] for number in share) for share in shares]
+    for share, load in zip(shares, loads, strict=True):
+        assert not share or load - min(costs[number] for number in share) <= min(loads)
