@@ -13,10 +13,10 @@ from torch.nn.functional import embedding_bag
 
 from .packing import averaged, entry_offsets, grouped, segment_of, slopes
 
-# Products of a tile: 4 MiB of float32.
-TILE_CELLS = 1 << 20
+# Products of a tile: 8 MiB of float32, few enough to stay in a cache, enough to keep threads from waiting on tiles.
+TILE_CELLS = 1 << 21
 # Document tokens of a tile: enough for a good product, few enough that the tile keeps many query tokens.
-RUN_TOKENS = 512
+RUN_TOKENS = 1024
 # Entries whose gradients are sorted and summed at once.
 GRADIENT_ENTRIES = 1 << 17
 
