@@ -41,6 +41,7 @@ class UFormContext(TrainerContext):
                 "epoch": self.epoch,
                 "steps": self.steps,
                 "metrics": checkpoint.metrics_to_json(self.epoch_metrics),
+                "trainer": self.state.trainer.state_dict(),
                 "scaler": None if self.scaler is None else self.scaler.state_dict(),
             }
             commit_folder(
@@ -69,6 +70,7 @@ class UFormContext(TrainerContext):
         self.unwrapped_model().load_model(path / checkpoint.MODEL)
         self.state.optimizer.load_state_dict(optimizer)
         self.state.load_state_dict(state)
+        self.state.trainer.load_state_dict(state["trainer"])
         self.epoch_metrics = checkpoint.metrics_from_json(state["metrics"])
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])

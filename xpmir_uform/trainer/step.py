@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
-from xpm_torch.batchers import is_oom_error
 
+from xpmir_uform.batching.probing import is_out_of_memory
 from xpmir_uform.data.batch import Batch
 from xpmir_uform.losses.base import BatchLoss, Encoded, LossValue
 from xpmir_uform.model import Packed
@@ -198,7 +198,7 @@ def attempt(ranks: Ranks, work: Callable[[], T]) -> tuple[T | None, RuntimeError
     try:
         return work(), None
     except RuntimeError as error:
-        if ranks.count == 1 or not is_oom_error(error):
+        if ranks.count == 1 or not is_out_of_memory(error):
             raise
         return None, error
 

@@ -12,6 +12,7 @@ from xpm_torch.metrics import ScalarMetric
 from xpm_torch.trainers import LossTrainer
 from xpm_torch.trainers.context import TrainerContext
 
+from xpmir_uform.batching.batcher import UFormBatcherWorker
 from xpmir_uform.batching.sizes import BagSize
 from xpmir_uform.data.augmentation import PictureAugmentation
 from xpmir_uform.data.draws import Purpose, generator
@@ -69,11 +70,14 @@ class UFormTrainer(LossTrainer):
         return iterate_steps(self.dataset, self.context.state.steps, self.num_workers)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: what is drawn is a function of the seed and the step."""
-        return {}
+        """What the batcher has learned; what is drawn is a function of the seed and the step."""
+        worker = self.batcher_worker
+        return {"batcher": worker.state_dict()} if isinstance(worker, UFormBatcherWorker) else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to restore."""
+        """Takes over what :meth:`state_dict` gave; another batcher than then begins afresh."""
+        if isinstance(self.batcher_worker, UFormBatcherWorker) and "batcher" in state:
+            self.batcher_worker.load_state_dict(state["batcher"])
 
     def process_batch(self, batch: LoadedStep) -> None:
         """Adds the gradient of the whole global batch to the parameters and logs its losses."""
