@@ -220,6 +220,8 @@ def _check_dimensions(dimensions: Sequence[int] | None, width: int) -> tuple[int
 
 
 def _check_normalizers(normalizers: Normalizers, embeddings: Tensor) -> Normalizers:
+    if not isinstance(normalizers, Normalizers):
+        raise ValueError(f"normalizers is a {type(normalizers).__name__}; it must be Normalizers.")
     check_shape("normalizers.values", normalizers.values, 3)
     check_device(embeddings.device, "embeddings", **{"normalizers.values": normalizers.values})
     return normalizers
