@@ -9,6 +9,7 @@ from xpm_torch import Random
 from xpm_torch.configuration import FabricConfiguration
 
 from xpmir_uform import (
+    Augmentation,
     BagSampler,
     BalancedForm,
     ContrastiveLoss,
@@ -18,7 +19,6 @@ from xpmir_uform import (
     EmojiRetrieval,
     ImageShape,
     Negatives,
-    PictureAugmentation,
     PooledHead,
     RankedForm,
     RetrievalEvaluation,
@@ -86,7 +86,7 @@ CONFIGURATIONS = {
             )
         ]
     ),
-    "learner with augmentation": lambda: learner(trainer={"augmentation": PictureAugmentation.C(shift=3, noise=1.0)}),
+    "learner with augmentation": lambda: learner(trainer={"augmentation": Augmentation.C(shift=3, noise=1.0)}),
     "evaluation": lambda: RetrievalEvaluation.C(
         model=encoder(), retrievals={"a": EmojiRetrieval.C(collection=collection(), direction="image-text")}
     ),

@@ -11,7 +11,7 @@ _HOMES = {
     "xpmir_uform.batching.packer": ("BagPacker",),
     "xpmir_uform.batching.prediction": ("predict_memory", "requirements_for"),
     "xpmir_uform.batching.shape": ("BatchShape",),
-    "xpmir_uform.data.augmentation": ("PictureAugmentation",),
+    "xpmir_uform.data.augmentation": ("Augmentation",),
     "xpmir_uform.data.batch": ("Batch",),
     "xpmir_uform.data.datasets.emoji": ("EmojiBags", "EmojiCollection", "EmojiRetrieval"),
     "xpmir_uform.data.items": ("Bag", "Item"),

@@ -7,11 +7,11 @@ from experimaestro.experiments import configuration
 from experimaestro.experiments.configuration import ConfigurationBase
 
 from xpmir_uform import (
+    Augmentation,
     ContrastiveLoss,
     EmojiBags,
     EmojiCollection,
     EmojiRetrieval,
-    PictureAugmentation,
     RetrievalEvaluation,
     RetrievalValidation,
     save_model,
@@ -32,6 +32,7 @@ class Quickstart(ConfigurationBase):
     limit: int = 0
     shift: int = 2
     noise: float = 4.0
+    drop: float = 0.1
     model: ModelSettings = ModelSettings()
     training: TrainingSettings = TrainingSettings()
 
@@ -47,7 +48,7 @@ def run(helper: UFormExperiment, settings: Quickstart):
         EmojiBags.C(collection=collection),
         [ContrastiveLoss.C(form=form_of(settings.form))],
         seed=settings.seed,
-        augmentation=PictureAugmentation.C(shift=settings.shift, noise=settings.noise),
+        augmentation=Augmentation.C(shift=settings.shift, noise=settings.noise, drop=settings.drop),
         listeners=[RetrievalValidation.C(id="validation", retrieval=retrievals["text-image"])],
     )
     trained = helper.train(learner, form=settings.form, seed=settings.seed)

@@ -1,9 +1,10 @@
-"""Training augmentation of pictures, by keyed draws: the same step and item give the same picture.
+"""Training augmentation by keyed draws: the same step and item give the same segment.
 
-Letters: H, W sides of a picture, C channels.
+Letters: H, W sides of a picture, C channels, T tokens of a text.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 from experimaestro import Config, Param
@@ -32,27 +33,45 @@ def noisy(picture: np.ndarray, deviation: float, draw: np.random.Generator) -> n
     return picture.astype(np.float32) + np.float32(deviation) * noise
 
 
-class PictureAugmentation(Config):
-    """Moves a training picture by a few pixels and adds a little noise."""
+def thinned(text: Segment, drop: float, draw: np.random.Generator) -> Segment:
+    """The text without some of its tokens, each left out with probability ``drop``; at least one is kept."""
+    kept = draw.random(text.tokens) >= drop
+    kept[draw.integers(text.tokens)] = True
+    return replace(text, values=text.values[kept], grid=(1, 1, int(kept.sum())))
 
-    __xpmid__ = "uform.picture-augmentation"
 
-    shift: Param[int] = default(2)
-    """Greatest move in pixels, up, down, left and right alike"""
+class Augmentation(Config):
+    """Moves a training picture by a few pixels and adds a little noise; leaves out a few bytes of a training text."""
+
+    __xpmid__ = "uform.augmentation"
+
+    shift: Param[int] = default(0)
+    """Greatest move of a picture in pixels, up, down, left and right alike"""
 
     noise: Param[float] = default(0.0)
-    """Standard deviation of the noise, in grey levels of 255"""
+    """Standard deviation of the noise on a picture, in grey levels of 255"""
 
-    def __call__(self, picture: np.ndarray, draw: np.random.Generator) -> np.ndarray:
+    drop: Param[float] = default(0.0)
+    """Probability that a byte of a text is left out"""
+
+    def __validate__(self):
+        if self.shift < 0 or self.noise < 0 or not 0 <= self.drop < 1:
+            raise ValueError(
+                f"shift is {self.shift}, noise {self.noise} and drop {self.drop}, "
+                "expected shift and noise of at least 0 and drop in [0, 1)"
+            )
+
+    def decode(self, item: Item, shapes: Mapping[Modality, ImageShape], seed: int, step: int) -> Segment:
+        """The segment of ``item`` at ``step``."""
+        draw = draws.generator(seed, draws.Purpose.AUGMENTATION, step, item.key)
+        if item.modality is Modality.IMAGE and item.modality in shapes:
+            shape = shapes[item.modality]
+            return patches(self.picture(open_image(item, shape), draw), shape)
+        segment = decode(item, shapes)
+        return thinned(segment, self.drop, draw) if item.modality is Modality.TEXT and self.drop else segment
+
+    def picture(self, picture: np.ndarray, draw: np.random.Generator) -> np.ndarray:
         """The augmented picture: (H, W, C)."""
         down, right = draw.integers(-self.shift, self.shift, size=2, endpoint=True).tolist()
         picture = shifted(picture, down, right)
         return noisy(picture, self.noise, draw) if self.noise else picture
-
-    def decode(self, item: Item, shapes: Mapping[Modality, ImageShape], seed: int, step: int) -> Segment:
-        """The segment of ``item`` at ``step``: other modalities than pictures are left as they are."""
-        shape = shapes.get(Modality.IMAGE)
-        if item.modality is not Modality.IMAGE or shape is None:
-            return decode(item, shapes)
-        draw = draws.generator(seed, draws.Purpose.AUGMENTATION, step, item.key)
-        return patches(self(open_image(item, shape), draw), shape)

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from xpmir_uform.batching.balance import balance
 from xpmir_uform.batching.sizes import BagSize
-from xpmir_uform.data.augmentation import PictureAugmentation
+from xpmir_uform.data.augmentation import Augmentation
 from xpmir_uform.data.batch import Batch
 from xpmir_uform.data.decoding import decode
 from xpmir_uform.data.draws import WORD
@@ -63,7 +63,7 @@ class StepDataset(Dataset):
         sampler: BagSampler,
         batch_size: int,
         shapes: Shapes,
-        augmentation: PictureAugmentation | None = None,
+        augmentation: Augmentation | None = None,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:

@@ -14,7 +14,7 @@ from xpm_torch.trainers.context import TrainerContext
 
 from xpmir_uform.batching.batcher import UFormBatcherWorker
 from xpmir_uform.batching.sizes import BagSize
-from xpmir_uform.data.augmentation import PictureAugmentation
+from xpmir_uform.data.augmentation import Augmentation
 from xpmir_uform.data.draws import Purpose, generator
 from xpmir_uform.data.fields import default
 from xpmir_uform.data.segments import Segment, blank_text
@@ -34,8 +34,8 @@ class UFormTrainer(LossTrainer):
     losses: Param[list[BatchLoss]]
     """The objective is their weighted sum"""
 
-    augmentation: Param[PictureAugmentation | None] = default(None)
-    """What is done to training pictures"""
+    augmentation: Param[Augmentation | None] = default(None)
+    """What is done to training items"""
 
     num_workers: Meta[int] = default(0, overrides=True)
     """Processes that decode; 0: the training process itself. Results do not depend on it"""

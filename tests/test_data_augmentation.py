@@ -1,0 +1,79 @@
+"""Augmentation: keyed, mild, and nothing when it is off."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from xpmir_uform import Augmentation, ImageShape, Item, Modality
+from xpmir_uform.data.augmentation import shifted, thinned
+from xpmir_uform.data.decoding import decode
+from xpmir_uform.data.draws import Purpose, generator
+from xpmir_uform.data.validation import validate
+
+SHAPE = {Modality.IMAGE: ImageShape.C(patch_side=4, max_side=8).instance()}
+
+
+@pytest.fixture(scope="module")
+def picture():
+    pixels = np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return Item(Modality.IMAGE, file.getvalue(), 7)
+
+
+def augmented(item, step=0, seed=1, **params):
+    return Augmentation.C(**params).instance().decode(item, SHAPE, seed, step)
+
+
+def same(one, other):
+    return one.grid == other.grid and np.array_equal(one.values, other.values)
+
+
+def test_off_is_plain_decoding(picture):
+    for item in (picture, Item.text("some words")):
+        assert same(augmented(item), decode(item, SHAPE))
+
+
+@pytest.mark.parametrize("params", [{"shift": 2}, {"noise": 3.0}, {"drop": 0.3}])
+def test_draws_are_keyed_by_seed_step_and_item(picture, params):
+    item = Item.text("a rather long text, of which some bytes go") if "drop" in params else picture
+    assert same(augmented(item, **params), augmented(item, **params))
+    others = [augmented(item, step=step, **params) for step in range(1, 8)] + [augmented(item, seed=2, **params)]
+    assert not all(same(augmented(item, **params), other) for other in others)
+
+
+def test_a_picture_moves_and_its_border_is_repeated():
+    picture = np.arange(9).reshape(3, 3, 1)
+    assert shifted(picture, 1, 0)[..., 0].tolist() == [[0, 1, 2], [0, 1, 2], [3, 4, 5]]
+    assert shifted(picture, 0, -1)[..., 0].tolist() == [[1, 2, 2], [4, 5, 5], [7, 8, 8]]
+    assert shifted(picture, 0, 0) is not picture
+
+
+def test_noise_has_the_stated_deviation(picture):
+    plain = augmented(picture)
+    errors = np.concatenate([augmented(picture, step=step, noise=5.0).values - plain.values for step in range(50)])
+    # Values are grey levels / 127.5 - 1.
+    assert abs(errors.std() * 127.5 - 5.0) < 0.2
+    assert abs(errors.mean() * 127.5) < 0.2
+
+
+def test_bytes_are_dropped_with_the_stated_probability():
+    text = decode(Item.text("x" * 400), {})
+    kept = [thinned(text, 0.2, generator(0, Purpose.AUGMENTATION, key=key)).tokens for key in range(100)]
+    assert abs(np.mean(kept) / 400 - 0.8) < 0.01
+
+
+@pytest.mark.parametrize("text", ["", "a", "\N{GRINNING FACE}"])
+def test_a_text_keeps_at_least_one_token(text):
+    for step in range(50):
+        segment = augmented(Item.text(text), step=step, drop=0.99)
+        assert segment.tokens >= 1
+        assert segment.grid == (1, 1, segment.tokens)
+
+
+@pytest.mark.parametrize("params", [{"shift": -1}, {"noise": -1.0}, {"drop": 1.0}, {"drop": -0.1}])
+def test_impossible_settings_are_refused(params):
+    with pytest.raises(ValueError, match="expected shift and noise of at least 0 and drop in"):
+        validate(Augmentation.C(**params))
