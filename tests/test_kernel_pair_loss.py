@@ -473,3 +473,28 @@ def test_half_precision_sums_are_wide(dtype):
     out = pair_loss(vectors, attract, form="sigmoid", **scalars, backend="chunked")
     right = math.log1p(math.exp(7)) + 4094 * math.log1p(math.exp(-7))
     assert out.loss.item() == pytest.approx(right, rel=1e-5)
+
+
+@pytest.mark.parametrize("most", [1, None])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.usefixtures("small_tiles")
+def test_threads_share_the_work(form, most):
+    """Any number of threads to rounding, the same number bit by bit; and the number is left as it was."""
+    arguments = problem(16, count=40, groups=2, most=most)
+    before = torch.get_num_threads()
+    found = {}
+    try:
+        for threads in (1, 2, 3, 3):
+            torch.set_num_threads(threads)
+            values, _ = solve("chunked", arguments, form=form, dimensions=(3, 6))
+            assert torch.get_num_threads() == threads
+            if threads in found:
+                assert all(torch.equal(*pair) for pair in zip(values, found[threads], strict=True))
+            found[threads] = values
+        with torch.inference_mode():
+            loss, *_ = solve("chunked", arguments, grad=False, form=form, dimensions=(3, 6))
+    finally:
+        torch.set_num_threads(before)
+    assert_same(found[1], found[2], 1e-12)
+    assert_same(found[1], found[3], 1e-12)
+    assert_same([found[1][0]], [loss[0]], 1e-12)

@@ -98,6 +98,11 @@ class Gradient:
                 self.vectors[:, block].index_add_(0, row, force * levels.vectors[column, block])
                 self.vectors[:, block].index_add_(0, column, force * levels.vectors[row, block])
 
+    def absorb(self, other: "Gradient") -> None:
+        """Adds what another walk added up."""
+        self.vectors += other.vectors
+        self.radial += other.radial
+
     def finish(self, factor: float) -> Tensor:
         """`factor` times the gradient of the embeddings (N, d). Consumes the gradient."""
         levels, vectors = self.levels, self.vectors

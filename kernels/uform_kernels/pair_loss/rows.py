@@ -3,7 +3,8 @@
 N items, R anchors, L levels, r rows of a chunk, n candidates, P positives.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from .cells import Cells
 from .ranking import rank_rows
 from .walk import Walk, add_forces, spread
+from .workers import share_out
 
 # Cells whose scores of all levels are held at once (16 MiB in float32), and rows that make a product efficient.
 HELD_CELLS = 1 << 22
@@ -93,8 +95,14 @@ class RowWalk:
         """Walks chunk after chunk of anchors."""
         rows, columns = len(self.walk.layout.anchors), len(self.walk.levels.vectors)
         step = HELD_CELLS // (columns * self.walk.levels.count)
-        for chunk in chunks(slice(0, rows), min(max(step, LEAST_ROWS), MOST_ROWS)):
-            self._chunk(chunk)
+        share_out(self.walk, [*chunks(slice(0, rows), min(max(step, LEAST_ROWS), MOST_ROWS))], self._work)
+
+    def _work(self, walk: Walk, parts: Sequence[slice]) -> None:
+        """Walks some chunks, adding to `walk`."""
+        own = copy(self)
+        own.walk = walk
+        for chunk in parts:
+            own._chunk(chunk)
 
     def _chunk(self, chunk: slice) -> None:
         levels, gradient = self.walk.levels, self.walk.gradient

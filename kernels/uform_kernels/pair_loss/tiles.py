@@ -10,7 +10,8 @@ symmetric as well, and computed once.
 N items, R anchors, L levels, I x J a tile.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from .cells import Buckets, Cells, Grid, Layout, complete
 from .levels import Levels
 from .problem import softplus
 from .walk import Walk, cell_terms, spread
+from .workers import share_out
 
 # Three float32 tiles of this side fill the second-level caches of two cores.
 SIDE = 512
@@ -76,7 +78,6 @@ class TileWalk:
         self.half = anchors == items
         self.grid = Grid(anchors, items, self.side)
         self.forward, self.backward = self._bucket(cells)
-        self._allocate(min(self.side, anchors) * min(self.side, items))
 
     def _allocate(self, size: int) -> None:
         """Tiles that every step reuses."""
@@ -102,16 +103,25 @@ class TileWalk:
         """Walks every tile."""
         walk = self.walk
         walk.sums.cosines[1] += walk.ambient_weight * all_cosines(walk.levels, walk.layout)
-        for tiles in ambient_tiles(self.grid, walk.layout, self.half):
-            if not tiles:
-                continue
-            anchors = walk.layout.anchors[tiles[0].rows]
-            vectors = walk.levels.vectors[anchors]
-            gathered = torch.zeros_like(vectors, dtype=walk.levels.wide)
-            for tile in tiles:
-                self._tile(tile, anchors, vectors, gathered)
-            if walk.gradient is not None:
-                walk.gradient.vectors.index_add_(0, anchors, gathered)
+        share_out(walk, [tiles for tiles in ambient_tiles(self.grid, walk.layout, self.half) if tiles], self._work)
+
+    def _work(self, walk: Walk, rows: Sequence[list[Tile]]) -> None:
+        """Walks some rows of tiles, adding to `walk`."""
+        own = copy(self)
+        own.walk = walk
+        own._allocate(min(self.side, self.grid.rows) * min(self.side, self.grid.columns))
+        for tiles in rows:
+            own._row(tiles)
+
+    def _row(self, tiles: list[Tile]) -> None:
+        walk = self.walk
+        anchors = walk.layout.anchors[tiles[0].rows]
+        vectors = walk.levels.vectors[anchors]
+        gathered = torch.zeros_like(vectors, dtype=walk.levels.wide)
+        for tile in tiles:
+            self._tile(tile, anchors, vectors, gathered)
+        if walk.gradient is not None:
+            walk.gradient.vectors.index_add_(0, anchors, gathered)
 
     def _tile(self, tile: Tile, anchors: Tensor, vectors: Tensor, gathered: Tensor) -> None:
         levels, gradient = self.walk.levels, self.walk.gradient

@@ -55,6 +55,11 @@ class Sums:
         self.force[level].index_add_(0, anchors, forces.double())
         self.along.index_add_(0, anchors, (forces * cosines).double())
 
+    def absorb(self, other: "Sums") -> None:
+        """Adds what another walk added up."""
+        for own, more in zip(vars(self).values(), vars(other).values(), strict=True):
+            own += more
+
 
 @dataclass(frozen=True, eq=False)
 class Walk:
