@@ -67,6 +67,23 @@ def test_a_rank_without_a_bag_changes_nothing(tmp_path):
     assert distance(tmp_path / "three", tmp_path / "one") < 1e-10
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_back_ends_change_nothing_in_float32(tmp_path, backend):
+    if backend == "triton":
+        pytest.importorskip("triton", reason="needs the extra 'triton'")
+    params = {"precision": "32-true", "epochs": 1, "keep": 100}
+    run_here(config(backend="chunked", **params), tmp_path / "chunked")
+    run_here(config(backend=backend, **params), tmp_path / backend)
+    assert relative(tmp_path / backend, tmp_path / "chunked") < 1e-5
+
+
+def test_bfloat16_trains_in_microbatches(tmp_path):
+    run_here(config(precision="bf16-mixed", epochs=1, keep=100), tmp_path / "whole")
+    run_here(config(Pieces.C(size=2), precision="bf16-mixed", epochs=1), tmp_path / "parts")
+    # Embeddings have 3 digits: the first steps of AdamW, signs of gradients, differ where a gradient is about 0.
+    assert relative(tmp_path / "parts", tmp_path / "whole") < 1e-2
+
+
 def test_ranked_form_over_ranks(tmp_path):
     run_here(config(form=RankedForm.C(), keep=100), tmp_path / "one")
     work = config(Pieces.C(size=1), form=RankedForm.C(), devices=2)
