@@ -52,6 +52,8 @@ bench: $(VENV)/dev
 	$(BIN)/python benchmarks/encoder.py
 	$(BIN)/python benchmarks/pair_loss.py
 	$(BIN)/python benchmarks/maxsim.py
+	$(BIN)/python benchmarks/batching.py
+	$(BIN)/python benchmarks/step.py
 
 invariance: $(VENV)/dev
 	$(BIN)/python benchmarks/invariance.py
