@@ -12,13 +12,14 @@ from xpm_torch.batchers import RecoverableOOMError
 from xpm_torch.context import InitializationHook
 from xpm_torch.learner import Learner, LearnerListenerStatus, LearnerOutput
 from xpm_torch.metrics import Metrics, ScalarMetric
-from xpm_torch.optim import OptimizationHook, ScheduledOptimizer
+from xpm_torch.optim import OptimizationHook
 from xpm_torch.trainers.context import StepTrainingHook, TrainState
 
 from xpmir_uform.data.fields import default
 from xpmir_uform.data.validation import validate
 from xpmir_uform.learner import checkpoint
 from xpmir_uform.learner.context import UFormContext
+from xpmir_uform.learner.optimizers import Optimizers
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class UFormLearner(Learner, ResumableTask):
 
     def _initialize(self, fabric) -> None:
         """Builds context, model, trainer, listeners and optimizers, in the order of the stock learner."""
-        self.optimizer = ScheduledOptimizer()
+        self.optimizer = Optimizers()
         self.context = UFormContext(
             self.logpath,
             self.checkpointspath,

@@ -1,0 +1,70 @@
+"""Half precision with a gradient scaler, on a CPU: one scale for all optimizers, saved with the checkpoint."""
+
+import json
+from types import SimpleNamespace
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.plugins import MixedPrecision
+from xpm_torch.context import Context
+
+from xpmir_uform.learner.context import UFormContext
+from xpmir_uform.learner.optimizers import Optimizers
+
+
+def made(growth_interval=1):
+    """Two parameters under one optimizer each, wrapped by a Fabric that scales gradients."""
+    precision = MixedPrecision(
+        "16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", 4.0, growth_interval=growth_interval)
+    )
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=[precision])
+    parameters = [torch.nn.Parameter(torch.tensor(1.0)) for _ in range(2)]
+    optimizers = Optimizers()
+    optimizers.context = Context([])
+    optimizers.scaler = None
+    optimizers.optimizers = list(fabric.setup_optimizers(*(torch.optim.SGD([p], lr=0.125) for p in parameters)))
+    return fabric, parameters, optimizers, SimpleNamespace(scaler=precision.scaler)
+
+
+def back(fabric, parameters):
+    fabric.backward(parameters[0] * 2.0 + parameters[1] * 2.0)
+
+
+def test_stock_stepping_unscales_the_second_optimizer_by_another_factor():
+    """When this fails, Fabric is repaired and ``Optimizers`` may go."""
+    fabric, parameters, optimizers, _ = made()
+    back(fabric, parameters)
+    for optimizer in optimizers.optimizers:
+        optimizer.step()
+    assert parameters[0].item() == 0.75
+    assert parameters[1].item() != 0.75
+
+
+def test_all_optimizers_are_unscaled_by_one_factor():
+    fabric, parameters, optimizers, context = made()
+    back(fabric, parameters)
+    optimizers.optimizer_step(context)
+    assert [parameter.item() for parameter in parameters] == [0.75, 0.75]
+    assert context.scaler.get_scale() == 8.0
+
+
+def test_an_infinite_gradient_makes_no_step_and_lowers_the_scale():
+    fabric, parameters, optimizers, context = made(growth_interval=100)
+    fabric.backward((parameters[0] + parameters[1]) * float("inf"))
+    optimizers.optimizer_step(context)
+    assert [parameter.item() for parameter in parameters] == [1.0, 1.0]
+    assert context.scaler.get_scale() == 2.0
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_the_context_finds_fabrics_scaler(scaled, tmp_path):
+    fabric = made()[0] if scaled else L.Fabric(accelerator="cpu", devices=1)
+    context = UFormContext(tmp_path, tmp_path, 1, 1, None, None, None, fabric=fabric, keep=1)
+    if scaled:
+        state = json.loads(json.dumps(context.scaler.state_dict()))
+        assert state["scale"] == 4.0
+        context.scaler.load_state_dict({**state, "scale": 32.0})
+        assert context.scaler.get_scale() == 32.0
+    else:
+        assert context.scaler is None
