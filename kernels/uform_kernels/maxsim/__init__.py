@@ -52,9 +52,9 @@ def maxsim(
     # Under autocast the products would fall to half precision.
     with torch.autocast(queries.device.type, enabled=False):
         if backend == "triton":
-            from . import kernel
+            from .kernel import maxsim as triton_maxsim
 
-            return kernel.maxsim(*tensors, normalize)
+            return triton_maxsim(*tensors, normalize)
         return (reference if backend == "reference" else chunked).maxsim(*tensors, normalize)
 
 
