@@ -150,7 +150,7 @@ def test_limits_that_are_zero_are_absent():
 
 @pytest.mark.parametrize("shape", [{"rows": 4}, {"bags": -1}])
 def test_shapes_that_make_no_sense_are_refused(shape):
-    from xpmir_uform.data.validation import validate
+    from xpmir_uform.data.checks import validate
 
     with pytest.raises(ValueError, match="expected"):
         validate(BatchShape.C(**shape))

@@ -8,9 +8,9 @@ from PIL import Image
 
 from xpmir_uform import Augmentation, ImageShape, Item, Modality
 from xpmir_uform.data.augmentation import shifted, thinned
+from xpmir_uform.data.checks import validate
 from xpmir_uform.data.decoding import decode
 from xpmir_uform.data.draws import Purpose, generator
-from xpmir_uform.data.validation import validate
 
 SHAPE = {Modality.IMAGE: ImageShape.C(patch_side=4, max_side=8).instance()}
 

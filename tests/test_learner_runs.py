@@ -31,8 +31,8 @@ from xpmir_uform import (
     UFormTrainer,
     adamw,
 )
+from xpmir_uform.data.checks import validate
 from xpmir_uform.data.draws import Purpose, generator
-from xpmir_uform.data.validation import validate
 from xpmir_uform.reports.curves import read_scalars
 
 EPOCHS, STEPS = 3, 4

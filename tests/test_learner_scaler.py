@@ -10,7 +10,7 @@ from lightning.fabric.plugins import MixedPrecision
 from xpm_torch.context import Context
 
 from xpmir_uform.learner.context import UFormContext
-from xpmir_uform.learner.optimizers import Optimizers
+from xpmir_uform.learner.scaling import Optimizers
 
 
 def made(growth_interval=1):

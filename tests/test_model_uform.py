@@ -51,7 +51,7 @@ def test_forward_answers_states_embeddings_temperature_and_bias():
     assert out.embeddings.shape == (7, 48)
     assert out.inverse_temperature.shape == out.bias.shape == (2,)
     assert out.inverse_temperature.tolist() == pytest.approx([10.0, 10.0])
-    assert out.bias is model.pooling.bias
+    assert torch.equal(out.bias, model.pooling.bias)
 
 
 def test_every_parameter_has_a_gradient():

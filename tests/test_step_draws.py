@@ -10,8 +10,9 @@ from torch.nn.functional import dropout
 from xpmir_uform import Bag, BagSampler, BagSource, Batch, ContrastiveLoss, Item, PooledHead, UFormEncoder, UFormTrainer
 from xpmir_uform.data.decoding import decode
 from xpmir_uform.losses.base import Encoded
+from xpmir_uform.model.packing import pack
 from xpmir_uform.trainer.loader import LoadedStep, StepDataset, sizes
-from xpmir_uform.trainer.step import Engine, Share, exact_step, gather
+from xpmir_uform.trainer.step import Engine, Microbatch, Share, exact_step, gather
 
 WORDS = ["ant", "bee", "cat", "dog", "elk", "fox"]
 
@@ -112,7 +113,7 @@ def test_ranks_see_the_same_global_batch_and_take_disjoint_parts_of_it(trainer):
 
 
 def test_a_rank_that_ran_out_of_memory_sends_zeros(trainer, loaded):
-    closing = trainer.packed([decode(Item.text("x"), {})], torch.zeros(0, dtype=torch.int64), 0)
+    closing = Microbatch(pack([decode(Item.text("x"), {})]), torch.zeros(0, dtype=torch.int64))
     share = Share(loaded.batch, loaded.shares, [], closing)
     encoded = gather(Engine(trainer.forward, torch.Tensor.backward), share, None)
     assert encoded.embeddings.shape == (12, 12)

@@ -1,8 +1,9 @@
 """The exact step: microbatches change nothing but rounding."""
 
+import math
+
 import pytest
 import torch
-from uform_kernels import Edges
 
 from xpmir_uform import Bag, Batch, ContrastiveLoss, Item, Negatives, PooledHead, RankedForm, UFormEncoder
 from xpmir_uform.data.decoding import decode
@@ -117,24 +118,26 @@ def test_embeddings_are_joined_in_the_order_of_the_batch():
 
 
 def test_a_two_pass_step_by_hand():
-    """Embeddings e_i = w x_i with x = (1, 0), (0, 1), w a scalar, one attract edge each way, named negatives.
+    """Two embeddings on the unit circle, at the angles a and 3 a; one attract edge each way, no negatives.
 
-    Cosines do not depend on w: its gradient is 0, that of the bias is -(sigmoid(-s)) at s = t * 0 + b.
+    Their cosine is cos 2a, s = t cos 2a + b, and the loss of both anchors, halved, is softplus(-s). By hand: the
+    gradient of the bias is -sigmoid(-s), that of a is 2 t sin(2a) sigmoid(-s), to which both microbatches add.
     """
-    w = torch.tensor(2.0, requires_grad=True, dtype=torch.float64)
+    angle = torch.tensor(0.4, requires_grad=True, dtype=torch.float64)
     bias = torch.tensor([0.5], requires_grad=True, dtype=torch.float64)
     temperature = torch.tensor([10.0], dtype=torch.float64)
-    x = torch.eye(2, dtype=torch.float64)
+    factors = torch.tensor([1.0, 3.0], dtype=torch.float64)
     batch = Batch.of([Bag.alike([Item.text("a"), Item.text("b")])])
 
     def forward(microbatch):
-        return Encoded(w * x[microbatch.numbers], temperature, bias)
+        angles = angle * factors[microbatch.numbers]
+        return Encoded(torch.stack([angles.cos(), angles.sin()], dim=1), temperature, bias)
 
     parts = [Microbatch(None, torch.tensor([i])) for i in range(2)]
     loss = ContrastiveLoss.C(negatives=Negatives.NAMED).instance()
     values = exact_step(Engine(forward, torch.Tensor.backward), Share(batch, [range(2)], parts), [loss])
-    s = 0.5
-    assert values["contrastive"].value.item() == pytest.approx(torch.nn.functional.softplus(torch.tensor(-s)).item())
-    assert bias.grad.item() == pytest.approx(-torch.sigmoid(torch.tensor(-s)).item(), abs=1e-7)
-    assert w.grad.item() == pytest.approx(0.0, abs=1e-12)
-    assert isinstance(batch.attract, Edges)
+    s = 10 * math.cos(0.8) + 0.5
+    sigmoid = 1 / (1 + math.exp(s))
+    assert values["contrastive"].value.item() == pytest.approx(math.log1p(math.exp(-s)), rel=1e-9)
+    assert bias.grad.item() == pytest.approx(-sigmoid, rel=1e-9)
+    assert angle.grad.item() == pytest.approx(2 * 10 * math.sin(0.8) * sigmoid, rel=1e-9)

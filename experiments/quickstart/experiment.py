@@ -30,9 +30,9 @@ class Quickstart(ConfigurationBase):
     form: str = "ranked"
     held_out: int = 300
     limit: int = 0
-    shift: int = 2
-    noise: float = 4.0
-    drop: float = 0.1
+    shift: int = 0
+    noise: float = 0.0
+    drop: float = 0.0
     model: ModelSettings = ModelSettings()
     training: TrainingSettings = TrainingSettings()
 

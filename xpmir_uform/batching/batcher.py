@@ -88,7 +88,7 @@ class UFormBatcherWorker(PowerAdaptativeBatcherWorker):
         if self.batcher.memory and not self.fitted:
             raise ValueError(f"memory is {self.batcher.memory} bytes and no model was measured: call pre_train_setup")
         budget = self.budget()
-        numbers = self.batcher.packer.plan(bags, self.batcher.shape, self.model, budget)
+        numbers = self.batcher.plan(bags, self.model, budget)
         parts = [[bags[number] for number in part] for part in numbers]
         self._warn(parts, budget)
         return parts
@@ -162,8 +162,8 @@ class UFormBatcher(Batcher):
     shape: Meta[BatchShape | None] = default()
     """Hard limits of a microbatch"""
 
-    packer: Meta[BagPacker] = default(factory=BagPacker.C)
-    """Which bags share a microbatch"""
+    packer: Meta[BagPacker | None] = default()
+    """Which bags share a microbatch; None: the plain one"""
 
     memory_fraction: Meta[float] = default(0.9)
     """Of the memory that is free before a step, what a microbatch may take"""
@@ -181,6 +181,16 @@ class UFormBatcher(Batcher):
             raise ValueError(f"memory is {self.memory} bytes, expected 0 or more")
         if any(not lengths or min(lengths) < 1 for lengths in self.probes):
             raise ValueError(f"probes are {self.probes}, expected at least one item in each, of at least one token")
+
+    def plan(self, bags: Sequence[BagSize], model: CostModel, budget: float) -> list[list[int]]:
+        """The numbers of the bags of each microbatch.
+
+        Raises:
+            ValueError: a bag alone exceeds a limit of ``shape``; the message gives its key.
+        """
+        # Not a default made by a factory: experimaestro 2.7 makes no instance of one within another.
+        packer = self.packer or BagPacker.C().instance()
+        return packer.plan(bags, self.shape, model, budget)
 
     @property
     def longest(self) -> int:

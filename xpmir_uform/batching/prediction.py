@@ -162,7 +162,7 @@ def heaviest(count: int, bag: Sequence[int], batcher: Any, cost: CostModel) -> f
     bags = [BagSize(range(start, start + size), tuple(bag), start) for start in range(0, count * size, size)]
     parts = [list(range(count))]
     if isinstance(batcher, UFormBatcher):
-        parts = batcher.packer.plan(bags, batcher.shape, cost, batcher.memory or float("inf"))
+        parts = batcher.plan(bags, cost, batcher.memory or float("inf"))
     return max(cost.predict([length for number in part for length in bags[number].lengths]) for part in parts)
 
 

@@ -72,6 +72,6 @@ class Augmentation(Config):
 
     def picture(self, picture: np.ndarray, draw: np.random.Generator) -> np.ndarray:
         """The augmented picture: (H, W, C)."""
-        down, right = draw.integers(-self.shift, self.shift, size=2, endpoint=True).tolist()
-        picture = shifted(picture, down, right)
+        if self.shift:
+            picture = shifted(picture, *draw.integers(-self.shift, self.shift, size=2, endpoint=True).tolist())
         return noisy(picture, self.noise, draw) if self.noise else picture

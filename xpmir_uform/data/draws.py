@@ -71,5 +71,11 @@ def seed_from(random: np.random.RandomState) -> int:
 
 
 def choose(draw: np.random.Generator, options: Sequence[str], count: int) -> list[str]:
-    """``count`` different ``options``, in the order drawn."""
+    """``count`` different ``options``, in the order drawn.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    if not 0 <= count <= len(options):
+        raise ValueError(f"count is {count}, expected 0 to {len(options)}, the number of options")
     return [options[int(i)] for i in draw.permutation(len(options))[:count]]

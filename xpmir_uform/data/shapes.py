@@ -23,11 +23,19 @@ class ImageShape(Config):
     """3 (RGB) or 1 (grey)."""
 
     @property
+    def most_tokens(self) -> int:
+        """Most tokens of an image."""
+        return (self.max_side // self.patch_side) ** 2
+
+    @property
     def patch_values(self) -> int:
         """Number of values of one patch, ``patch_side ** 2 * channels``."""
         return self.patch_side**2 * self.channels
 
     def __post_init__(self):
+        self.__validate__()
+
+    def __validate__(self):
         if self.patch_side < 1 or self.max_side < self.patch_side:
             raise ValueError(
                 f"an image shape of patch_side {self.patch_side} and max_side {self.max_side} holds no patch: "

@@ -30,19 +30,23 @@ def measure(ranking: torch.Tensor, relevant: Sequence[Sequence[int]]) -> dict[st
     return {name: float(values[key]) for name, key in MEASURES.items()}
 
 
-def chance(documents: int, relevant: Sequence[Sequence[int]]) -> dict[str, float]:
-    """The expected value of each measure when D documents are ranked at random, exactly."""
+def chance(documents: int, relevant: Sequence[Sequence[int]], depth: int | None = None) -> dict[str, float]:
+    """The expected value of each measure when the first ``depth`` of D documents ranked at random are looked at."""
     counts = Counter(len(numbers) for numbers in relevant)
     total = sum(counts.values())
-    return {name: sum(count * expected(name, documents, r) for r, count in counts.items()) / total for name in MEASURES}
+    depth = documents if depth is None else depth
+    return {
+        name: sum(count * expected(name, documents, r, depth) for r, count in counts.items()) / total
+        for name in MEASURES
+    }
 
 
-def expected(name: str, documents: int, r: int) -> float:
+def expected(name: str, documents: int, r: int, depth: int) -> float:
     """The expected value of one measure for a query with r of D documents relevant."""
     if name == "MRR":
-        firsts = range(1, documents - r + 2)
+        firsts = range(1, min(documents - r + 1, depth) + 1)
         return sum(comb(documents - first, r - 1) / first for first in firsts) / comb(documents, r)
-    depth = min(int(name.partition("@")[2]), documents)
+    depth = min(int(name.partition("@")[2]), documents, depth)
     if name.startswith("R@"):
         return depth / documents
     gains = [1 / log2(rank + 1) for rank in range(1, depth + 1)]

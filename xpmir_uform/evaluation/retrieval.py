@@ -144,7 +144,7 @@ class RetrievalEvaluation(Task):
         ranking = rank(self.model, retrieval)
         return {
             "measures": measure(ranking, retrieval.relevant),
-            "chance": chance(len(retrieval.documents), retrieval.relevant),
+            "chance": chance(len(retrieval.documents), retrieval.relevant, DEPTH),
             "queries": len(retrieval.queries),
             "documents": len(retrieval.documents),
             "nearest": ranking[:, : self.depth].tolist(),

@@ -18,7 +18,14 @@ def cosine_search(queries: torch.Tensor, documents: torch.Tensor, k: int, rows: 
 
     Returns:
         (Q, min(k, D)) int64 document numbers.
+
+    Raises:
+        ValueError: an embedding is not finite.
     """
+    for name, embeddings in (("query", queries), ("document", documents)):
+        wrong = torch.nonzero(~embeddings.isfinite().all(dim=1))
+        if len(wrong):
+            raise ValueError(f"the embedding of {name} {int(wrong[0])} is not finite, expected finite ones")
     documents = normalize(documents, dim=1).T
     parts = [
         torch.sort(normalize(part, dim=1) @ documents, dim=1, descending=True, stable=True).indices[:, :k]

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from xpm_torch.experiments.helpers import LearningExperimentHelper
 from xpm_torch.learner import Learner, LearnerOutput
 
-from xpmir_uform.data.validation import validate
+from xpmir_uform.data.checks import validate
 
 SHOWN_LINES = 30
 POLL_SECONDS = 0.2
@@ -25,7 +25,7 @@ class UFormExperiment(LearningExperimentHelper):
 
     def __init__(self, callable):
         super().__init__(callable)
-        self.pending: dict[str, Any] = {}
+        self.pending: list[tuple[str, Any]] = []
 
     def train(self, learner: Learner, **tags: str | int | float) -> LearnerOutput:
         """Submits a learner under ``tags`` and links its TensorBoard folder into the experiment's.
@@ -36,7 +36,8 @@ class UFormExperiment(LearningExperimentHelper):
             raise ValueError("train() was given no tag, expected at least one, such as seed=1: runs are named by tags")
         for name, value in tags.items():
             learner.tag(name, value)
-        output = self.submit("Training", learner)
+        label = ", ".join(f"{name}={value}" for name, value in tags.items())
+        output = self.submit(f"Training {label}", learner)
         self.monitoring_service.add(learner, learner.logpath)
         return output
 
@@ -48,7 +49,7 @@ class UFormExperiment(LearningExperimentHelper):
         """
         validate(task)
         output = task.submit(**kwargs)
-        self.pending[label] = job_of(task)
+        self.pending.append((label, job_of(task)))
         return output
 
     def wait(self) -> None:
@@ -57,11 +58,11 @@ class UFormExperiment(LearningExperimentHelper):
         Raises:
             SystemExit: a job failed; its last lines have been printed.
         """
-        jobs, self.pending = self.pending, {}
-        for label, job in jobs.items():
+        jobs, self.pending = self.pending, []
+        for label, job in jobs:
             watch(label, job)
         self.xp.wait()
-        failed = [job for job in jobs.values() if job.state.is_error()]
+        failed = [job for _, job in jobs if job.state.is_error()]
         for job in failed:
             print(failure(job), file=sys.stderr)
         if failed:

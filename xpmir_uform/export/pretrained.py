@@ -1,11 +1,15 @@
 """A model's configuration and weights in one folder, in the layout of xpm-torch's model hub."""
 
+import re
 from pathlib import Path
 
 from xpm_torch import ModuleLoader
 from xpm_torch.huggingface import TorchHFHub
 
 from xpmir_uform.model.uform import UFormEncoder
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+"""The name of a repository of the hub."""
 
 
 def save_model(loader: ModuleLoader, folder: Path) -> None:
@@ -23,6 +27,8 @@ def load_model(folder: str | Path) -> UFormEncoder:
     Raises:
         ValueError: the folder holds no model, or the weights do not fit it.
     """
+    if not Path(folder).is_dir() and not HUB_NAME.fullmatch(str(folder)):
+        raise ValueError(f"there is no folder {folder}, expected one that save_model wrote")
     if Path(folder).is_dir() and not (Path(folder) / TorchHFHub.definition_filename).is_file():
         raise ValueError(f"{folder} holds no {TorchHFHub.definition_filename}, expected a folder that save_model wrote")
     return TorchHFHub.from_pretrained(str(folder)).eval()

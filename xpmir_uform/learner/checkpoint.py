@@ -93,6 +93,9 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     try:
         state = json.loads((folder / STATE).read_text())
+        missing = [name for name in ("epoch", "steps", "metrics", "trainer", "scaler") if name not in state]
+        if missing or not (folder / MODEL / "model.safetensors").is_file():
+            raise ValueError(f"{', '.join(missing) or 'model/model.safetensors'} is missing")
         states = join_optimizers(load_file(folder / OPTIMIZER), state.pop("optimizers"))
         return {"optimizers": states, "scaler": None, "scheduler_steps": state.pop("scheduler_steps")}, state
     except Exception as error:

@@ -67,12 +67,12 @@ class UFormContext(TrainerContext):
         path = self.path / checkpoint.name_of(steps[-1])
         logger.info("Going on from %s", path)
         optimizer, state = checkpoint.read(path)
-        self.unwrapped_model().load_model(path / checkpoint.MODEL)
         self.state.optimizer.load_state_dict(optimizer)
+        self.unwrapped_model().load_model(path / checkpoint.MODEL)
         self.state.load_state_dict(state)
         self.state.trainer.load_state_dict(state["trainer"])
         self.epoch_metrics = checkpoint.metrics_from_json(state["metrics"])
-        if self.scaler is not None:
+        if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
         self.state.path = path
         return True

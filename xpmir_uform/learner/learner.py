@@ -15,13 +15,17 @@ from xpm_torch.metrics import Metrics, ScalarMetric
 from xpm_torch.optim import OptimizationHook
 from xpm_torch.trainers.context import StepTrainingHook, TrainState
 
+from xpmir_uform.data.checks import validate
 from xpmir_uform.data.fields import default
-from xpmir_uform.data.validation import validate
 from xpmir_uform.learner import checkpoint
 from xpmir_uform.learner.context import UFormContext
-from xpmir_uform.learner.optimizers import Optimizers
+from xpmir_uform.learner.scaling import Optimizers
 
 logger = logging.getLogger(__name__)
+
+
+STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true")
+"""Those that keep whole weights on every rank: checkpoints are written by one."""
 
 
 @contextmanager
@@ -53,6 +57,11 @@ class UFormLearner(Learner, ResumableTask):
     def __validate__(self):
         if not self.optimizers:
             raise ValueError("optimizers is empty, expected at least one: adamw(schedule) makes them")
+        if getattr(self.model, "pooled", True) is None:
+            raise ValueError("the model has no pooled head, which the losses need: give it pooled=PooledHead(...)")
+        strategy = self.fabric_config.strategy
+        if strategy not in STRATEGIES:
+            raise ValueError(f"strategy is {strategy!r}, expected one of {', '.join(STRATEGIES)}")
         ids = [listener.id for listener in self.listeners]
         if len(set(ids)) != len(ids):
             raise ValueError(f"the listeners have the ids {ids}, expected each once")

@@ -52,6 +52,9 @@ class BatchLoss(Config, ABC):
     NAME: str
     """The name it is logged under"""
 
+    STATS: tuple[str, ...] = ()
+    """The names of its statistics"""
+
     @abstractmethod
     def counts(self, batch: Batch, rows: range) -> torch.Tensor:
         """(k,) float64: the normalisers that the items ``rows`` add to the batch's, known before any forward pass."""

@@ -4,6 +4,8 @@ Letters: N items of the global batch, d embedding width.
 """
 
 from enum import StrEnum
+from itertools import pairwise
+from typing import Any
 
 import torch
 from experimaestro import Meta, Param
@@ -13,6 +15,8 @@ from xpmir_uform.data.batch import Batch
 from xpmir_uform.data.fields import default
 from xpmir_uform.losses.base import BatchLoss, Encoded, LossValue
 from xpmir_uform.losses.forms import PairForm, SigmoidForm
+
+BACKENDS = ("auto", "reference", "chunked", "triton")
 
 
 class Negatives(StrEnum):
@@ -27,9 +31,6 @@ class Negatives(StrEnum):
     """None"""
     ACROSS = "across"
     """As AMBIENT, but only items of another modality"""
-
-
-STATS = ("attract_loss", "repel_loss", "attract_cosine", "repel_cosine")
 
 
 def edges_of(batch: Batch, rows: range, device: torch.device | str = "cpu") -> tuple[Edges, Edges, Edges]:
@@ -61,18 +62,19 @@ class ContrastiveLoss(BatchLoss):
     """Kernel back end: ``auto``, ``reference``, ``chunked`` or ``triton``"""
 
     NAME = "contrastive"
+    STATS = ("attract_loss", "repel_loss", "attract_cosine", "repel_cosine")
+
+    def __validate__(self):
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend is {self.backend!r}, expected one of {', '.join(BACKENDS)}")
+        if not 0 <= self.ambient_weight < float("inf"):
+            raise ValueError(f"ambient_weight is {self.ambient_weight}, expected finite and at least 0")
+        if any(low >= high for low, high in pairwise([0, *self.matryoshka_dimensions])):
+            raise ValueError(f"matryoshka_dimensions is {self.matryoshka_dimensions}, expected positive and ascending")
 
     def counts(self, batch: Batch, rows: range) -> torch.Tensor:
         """(3,) float64: attract weight, repel weight, anchors."""
-        return pair_normalizers(
-            *edges_of(batch, rows),
-            count=len(batch),
-            families=batch.families,
-            rows=(rows.start, rows.stop),
-            form=self.form.NAME,
-            negatives=str(self.negatives),
-            ambient_weight=self.ambient_weight,
-        ).values
+        return pair_normalizers(*edges_of(batch, rows), count=len(batch), **self._cells(batch, rows)).values
 
     def compute(self, encoded: Encoded, batch: Batch, rows: range, counts: torch.Tensor) -> LossValue:
         """The part of the unweighted loss that the items ``rows`` add."""
@@ -80,17 +82,23 @@ class ContrastiveLoss(BatchLoss):
         out = pair_loss(
             encoded.embeddings,
             *edges_of(batch, rows, device),
-            families=batch.families.to(device),
             inverse_temperature=encoded.inverse_temperature,
             bias=encoded.bias,
             groups=batch.groups.to(device),
             dimensions=self.matryoshka_dimensions or None,
-            rows=(rows.start, rows.stop),
             normalizers=Normalizers(counts.to(device)),
             backend=self.backend,
             describe=batch.describe,
-            form=self.form.NAME,
-            negatives=str(self.negatives),
-            ambient_weight=self.ambient_weight,
+            **self._cells(batch, rows, device),
         )
-        return LossValue(out.loss, {name: float(out.stats[name]) for name in STATS})
+        return LossValue(out.loss, {name: float(out.stats[name]) for name in self.STATS})
+
+    def _cells(self, batch: Batch, rows: range, device: torch.device | str = "cpu") -> dict[str, Any]:
+        """What decides which cells there are and what they weigh."""
+        return {
+            "form": self.form.NAME,
+            "negatives": str(self.negatives),
+            "ambient_weight": self.ambient_weight,
+            "families": batch.families.to(device),
+            "rows": (rows.start, rows.stop),
+        }

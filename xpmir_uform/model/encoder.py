@@ -62,6 +62,18 @@ class Block(nn.Module):
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
+def check_size(depth: int, hidden: int) -> None:
+    """Refuses sizes that cannot be built.
+
+    Raises:
+        ValueError: naming the one that is wrong.
+    """
+    if depth < 1:
+        raise ValueError(f"depth is {depth}: expected at least 1 block")
+    if hidden < 1 or hidden % HIDDEN_MULTIPLE:
+        raise ValueError(f"hidden is {hidden}: expected a multiple of {HIDDEN_MULTIPLE}")
+
+
 class Encoder(nn.Module):
     """Bytes and patches to final-norm states.
 
@@ -76,10 +88,7 @@ class Encoder(nn.Module):
 
     def __init__(self, depth: int, hidden: int, patch_values: Mapping[Modality, int] | None = None):
         super().__init__()
-        if depth < 1:
-            raise ValueError(f"depth is {depth}: expected at least 1 block")
-        if hidden < 1 or hidden % HIDDEN_MULTIPLE:
-            raise ValueError(f"hidden is {hidden}: expected a multiple of {HIDDEN_MULTIPLE}")
+        check_size(depth, hidden)
         self.hidden = hidden
         self.bytes = nn.Embedding(BYTE_VOCABULARY, hidden)
         self.patches = nn.ModuleDict(

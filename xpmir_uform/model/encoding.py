@@ -30,8 +30,7 @@ def most_tokens(item: Item, shapes: Mapping[Modality, ImageShape]) -> int:
     """An upper bound of the item's tokens, known before it is decoded."""
     if item.modality == Modality.TEXT:
         return max(1, len(item.content))
-    shape = shapes[item.modality]
-    return (shape.max_side // shape.patch_side) ** 2
+    return shapes[item.modality].most_tokens
 
 
 def batches(sizes: np.ndarray, budget: int) -> Iterator[np.ndarray]:

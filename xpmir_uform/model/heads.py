@@ -3,7 +3,7 @@
 from experimaestro import Config, Param
 
 from xpmir_uform.data.fields import default
-from xpmir_uform.model.pooling import Pooling
+from xpmir_uform.model.pooling import Pooling, check_head
 
 
 class PooledHead(Config):
@@ -25,6 +25,9 @@ class PooledHead(Config):
 
     max_inverse_temperature: Param[float] = default(100.0)
     """Bound of the learned factor."""
+
+    def __validate__(self):
+        check_head(self.width, self.groups, self.inverse_temperature, self.max_inverse_temperature)
 
     def build(self, hidden: int) -> Pooling:
         """The module, for states of width ``hidden``."""

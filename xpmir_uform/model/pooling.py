@@ -20,6 +20,21 @@ def mean_of_items(states: Tensor, lengths: Tensor) -> Tensor:
     return torch.segment_reduce(wide, "mean", lengths=lengths, unsafe=True).to(states.dtype)
 
 
+def check_head(width: int, groups: int, inverse_temperature: float, max_inverse_temperature: float) -> None:
+    """Refuses a head that cannot be built.
+
+    Raises:
+        ValueError: naming what is wrong.
+    """
+    if width < 1 or groups < 1:
+        raise ValueError(f"width is {width} and groups is {groups}: expected at least 1 of each")
+    if not 0 < inverse_temperature <= max_inverse_temperature:
+        raise ValueError(
+            f"inverse_temperature is {inverse_temperature}: "
+            f"expected above 0 and at most max_inverse_temperature, {max_inverse_temperature}"
+        )
+
+
 class Pooling(nn.Module):
     """One embedding of each item, and the temperature and bias by which embeddings of each group are compared.
 
@@ -45,13 +60,7 @@ class Pooling(nn.Module):
         max_inverse_temperature: float = 100.0,
     ):
         super().__init__()
-        if width < 1 or groups < 1:
-            raise ValueError(f"width is {width} and groups is {groups}: expected at least 1 of each")
-        if not 0 < inverse_temperature <= max_inverse_temperature:
-            raise ValueError(
-                f"inverse_temperature is {inverse_temperature}: "
-                f"expected above 0 and at most max_inverse_temperature, {max_inverse_temperature}"
-            )
+        check_head(width, groups, inverse_temperature, max_inverse_temperature)
         self.max_inverse_temperature = max_inverse_temperature
         self.projection = nn.Linear(hidden, width, bias=False)
         self.log_inverse_temperature = nn.Parameter(torch.full((groups,), log(inverse_temperature)))

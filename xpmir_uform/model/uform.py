@@ -18,7 +18,7 @@ from xpmir_uform.data.fields import default
 from xpmir_uform.data.items import Item
 from xpmir_uform.data.shapes import ImageShape
 from xpmir_uform.data.vocabulary import Modality
-from xpmir_uform.model.encoder import Encoder
+from xpmir_uform.model.encoder import Encoder, check_size
 from xpmir_uform.model.encoding import batches, check_readable, evaluating, most_tokens
 from xpmir_uform.model.files import check_fit, load_weights, save_weights
 from xpmir_uform.model.heads import PooledHead
@@ -74,6 +74,9 @@ class UFormEncoder(Module):
 
     seed: Param[int] = default(0)
     """Of the initial weights, in [0, 2**64)."""
+
+    def __validate__(self):
+        check_size(self.depth, self.hidden)
 
     def __initialize__(self):
         with torch.random.fork_rng(devices=[]):

@@ -1,6 +1,6 @@
 """Loading: step t's global batch, this rank's part of it decoded, by any number of workers, in order."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -11,16 +11,12 @@ from xpmir_uform.batching.balance import balance
 from xpmir_uform.batching.sizes import BagSize
 from xpmir_uform.data.augmentation import Augmentation
 from xpmir_uform.data.batch import Batch
-from xpmir_uform.data.decoding import decode
+from xpmir_uform.data.decoding import Shapes, decode
 from xpmir_uform.data.draws import WORD
 from xpmir_uform.data.items import Bag, Item, count_items
 from xpmir_uform.data.sampling import BagSampler
 from xpmir_uform.data.segments import Segment
-from xpmir_uform.data.shapes import ImageShape
-from xpmir_uform.data.vocabulary import Modality
 from xpmir_uform.model.encoding import most_tokens
-
-Shapes = Mapping[Modality, ImageShape]
 
 
 @dataclass(frozen=True, slots=True)

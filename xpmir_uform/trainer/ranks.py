@@ -19,18 +19,21 @@ class Ranks:
     Args:
         rank: this one.
         count: R; 1 makes every method answer what it is given.
+        device: where what is exchanged must lie: some process groups know no other.
     """
 
-    def __init__(self, rank: int = 0, count: int = 1) -> None:
+    def __init__(self, rank: int = 0, count: int = 1, device: torch.device | str = "cpu") -> None:
         self.rank = rank
         self.count = count
+        self.device = torch.device(device)
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of a vector over the ranks."""
-        if self.count > 1:
-            values = values.clone()
-            dist.all_reduce(values)
-        return values
+        """The sum of a vector over the ranks, on the vector's device."""
+        if self.count == 1:
+            return values
+        sent = values.to(self.device, copy=True)
+        dist.all_reduce(sent)
+        return sent.to(values.device)
 
     def gather(self, rows: torch.Tensor, shares: Sequence[range]) -> torch.Tensor:
         """(N, d): the rows of every rank, from this rank's (n, d)."""

@@ -95,10 +95,11 @@ def exact_step(engine: Engine, share: Share, losses: Sequence[BatchLoss]) -> dic
     with engine.unsynchronised():
         outputs, failure = attempt(engine.ranks, lambda: embed(engine, share.microbatches))
         encoded = gather(engine, share, outputs)
-        values = objective(losses, encoded, share.batch, share.shares[engine.ranks.rank], counts)
-        gradient = gradients(losses, values, encoded)
+        found, lost = attempt(engine.ranks, lambda: differentiate(engine.ranks, share, losses, encoded, counts))
+        values, gradient = found or nothing(losses, encoded)
         own = engine.ranks.scatter_sum(gradient.embeddings, share.shares)
-        if outputs is not None:
+        failure = failure or lost
+        if outputs is not None and failure is None:
             _, failure = attempt(engine.ranks, lambda: propagate(engine, share, outputs, own, gradient))
     values = agree(engine.ranks, values, failure)
     if share.closing is not None:
@@ -141,24 +142,27 @@ def without_items(engine: Engine, share: Share) -> Encoded:
         return engine.forward(share.closing)
 
 
-def objective(
-    losses: Sequence[BatchLoss], encoded: Encoded, batch: Batch, rows: range, counts: Sequence[torch.Tensor]
-) -> dict[str, LossValue]:
-    """Phase 3: this rank's part of every loss, by its name."""
-    return {
-        loss.NAME: loss.compute(encoded, batch, rows, normalizers)
+def differentiate(
+    ranks: Ranks, share: Share, losses: Sequence[BatchLoss], encoded: Encoded, counts: Sequence[torch.Tensor]
+) -> tuple[dict[str, LossValue], Encoded]:
+    """Phase 3: this rank's part of every loss, by its name, and the gradient of their sum with respect to each leaf."""
+    rows = share.shares[ranks.rank]
+    values = {
+        loss.NAME: loss.compute(encoded, share.batch, rows, normalizers)
         for loss, normalizers in zip(losses, counts, strict=True)
     }
-
-
-def gradients(losses: Sequence[BatchLoss], values: dict[str, LossValue], encoded: Encoded) -> Encoded:
-    """Phase 3: the gradient of this rank's part of the objective with respect to each leaf."""
     total = torch.stack([loss.weight * values[loss.NAME].value for loss in losses]).sum()
     leaves = (encoded.embeddings, encoded.inverse_temperature, encoded.bias)
     found = torch.autograd.grad(total, leaves, allow_unused=True)
-    return Encoded(
-        *(torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, found, strict=True))
-    )
+    gradients = (torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, found, strict=True))
+    return values, Encoded(*gradients)
+
+
+def nothing(losses: Sequence[BatchLoss], encoded: Encoded) -> tuple[dict[str, LossValue], Encoded]:
+    """What :func:`differentiate` would answer of no loss at all: what a rank whose memory ran out goes on with."""
+    zero = torch.zeros((), device=encoded.embeddings.device)
+    values = {loss.NAME: LossValue(zero, dict.fromkeys(loss.STATS, 0.0)) for loss in losses}
+    return values, Encoded(*map(torch.zeros_like, (encoded.embeddings, encoded.inverse_temperature, encoded.bias)))
 
 
 def propagate(engine: Engine, share: Share, outputs: Sequence[Encoded], own: torch.Tensor, gradient: Encoded) -> None:

@@ -8,16 +8,17 @@ from typing import Any
 import numpy as np
 import torch
 from experimaestro import Meta, Param
+from xpm_torch.batchers import Batcher
 from xpm_torch.metrics import ScalarMetric
 from xpm_torch.trainers import LossTrainer
 from xpm_torch.trainers.context import TrainerContext
 
-from xpmir_uform.batching.batcher import UFormBatcherWorker
+from xpmir_uform.batching.batcher import UFormBatcher, UFormBatcherWorker
 from xpmir_uform.batching.sizes import BagSize
 from xpmir_uform.data.augmentation import Augmentation
 from xpmir_uform.data.draws import Purpose, generator
 from xpmir_uform.data.fields import default
-from xpmir_uform.data.segments import Segment, blank_text
+from xpmir_uform.data.segments import blank_text
 from xpmir_uform.losses.base import BatchLoss, Encoded
 from xpmir_uform.model import pack
 from xpmir_uform.trainer.loader import LoadedStep, StepDataset, iterate_steps
@@ -37,6 +38,9 @@ class UFormTrainer(LossTrainer):
     augmentation: Param[Augmentation | None] = default(None)
     """What is done to training items"""
 
+    batcher: Meta[Batcher] = default(factory=UFormBatcher.C, overrides=True)
+    """What is run at once on a device. Results do not depend on it, beyond rounding"""
+
     num_workers: Meta[int] = default(0, overrides=True)
     """Processes that decode; 0: the training process itself. Results do not depend on it"""
 
@@ -44,13 +48,17 @@ class UFormTrainer(LossTrainer):
         names = [loss.NAME for loss in self.losses]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"losses are {names}, expected at least one loss, each kind once")
+        if self.batch_size < 1 or self.num_workers < 0:
+            raise ValueError(
+                f"batch_size is {self.batch_size} and num_workers {self.num_workers}, expected at least 1 and 0"
+            )
 
     def initialize(self, random: np.random.RandomState, context: TrainerContext) -> None:
         """Builds the model and the data set; all draws are keyed by a seed taken from ``random``."""
         super().initialize(random, context)
         self.model.initialize()
         context.add_hook(TemperatureClamp.C().instance())
-        self.ranks = Ranks(context.fabric.global_rank, context.fabric.world_size)
+        self.ranks = Ranks(context.fabric.global_rank, context.fabric.world_size, context.fabric.device)
         self.dataset = StepDataset(
             self.sampler, self.batch_size, self.model.shapes, self.augmentation, self.ranks.rank, self.ranks.count
         )
@@ -63,7 +71,9 @@ class UFormTrainer(LossTrainer):
     def probe(self, lengths: Sequence[int]) -> None:
         """One forward and backward pass over texts of these lengths, on the model as it is now."""
         packed = pack([blank_text(length) for length in lengths]).to(self.model.device)
-        self.model(packed).embeddings.sum().backward()
+        with self.context.fabric.autocast():
+            embeddings = self.model(packed).embeddings
+        embeddings.sum().backward()
 
     def iter_batches(self) -> Iterator[LoadedStep]:
         """The global batches from the context's step on: resuming is setting that integer."""
@@ -91,7 +101,7 @@ class UFormTrainer(LossTrainer):
             loaded.batch,
             loaded.shares,
             [self.microbatch(loaded, bags) for bags in parts if bags],
-            closing=self.packed([blank_text(1)], torch.zeros(0, dtype=torch.int64), 0) if several else None,
+            closing=Microbatch(pack([blank_text(1)]), torch.zeros(0, dtype=torch.int64)) if several else None,
         )
         values = exact_step(Engine(self.forward, self.backward, self.ranks, self.unsynchronised), share, self.losses)
         for name, value in values.items():
@@ -103,16 +113,12 @@ class UFormTrainer(LossTrainer):
         """Some bags of this rank, ready for the model."""
         numbers = [number for bag in bags for number in bag.items]
         draw = generator(self.sampler.seed, Purpose.DROPOUT, loaded.number, bags[0].key)
-        return self.packed(loaded.collect(numbers), torch.tensor(numbers), int(draw.integers(2**63)))
-
-    def packed(self, segments: Sequence[Segment], numbers: torch.Tensor, seed: int) -> Microbatch:
-        """Segments on the model's device."""
-        return Microbatch(pack(segments).to(self.model.device), numbers, seed)
+        return Microbatch(pack(loaded.collect(numbers)), torch.tensor(numbers), int(draw.integers(2**63)))
 
     def forward(self, microbatch: Microbatch) -> Encoded:
         """The model, wrapped by Fabric, on one microbatch; what it draws from torch's generator is keyed."""
         torch.manual_seed(microbatch.seed)
-        outputs = self._fabric_model(microbatch.packed)
+        outputs = self._fabric_model(microbatch.packed.to(self.model.device))
         return Encoded(outputs.embeddings, outputs.inverse_temperature, outputs.bias)
 
     def backward(self, value: torch.Tensor) -> None:

@@ -23,6 +23,7 @@ from xpmir_uform.data.retrieval import Retrieval, RetrievalSet
 from xpmir_uform.data.sampling import BagSource
 from xpmir_uform.data.vocabulary import Modality
 
+DIRECTIONS = ("text-text", "text-image", "image-text")
 LANGUAGES = ("en", "es", "fr", "de", "it", "pt")
 SKIN_TONES = range(0x1F3FB, 0x1F400)
 FONT_SIZE = 48
@@ -57,9 +58,18 @@ def font_bytes() -> bytes:
 
 
 def read_names(languages: Sequence[str]) -> dict[str, dict[str, str]]:
-    """The names of every fully qualified emoji without skin tone, by its characters and language."""
+    """The names of every fully qualified emoji without skin tone, by its characters and language.
+
+    Raises:
+        ValueError: a language that the package does not have.
+    """
     import emoji
 
+    unknown = sorted(set(languages) - set(emoji.LANGUAGES))
+    if unknown:
+        raise ValueError(
+            f"the package emoji has no names in {', '.join(unknown)}, only in {', '.join(emoji.LANGUAGES)}"
+        )
     emoji.config.load_language()
     return {
         characters: {language: entry[language].strip(":").replace("_", " ") for language in languages}
@@ -123,6 +133,12 @@ class EmojiCollection(Config):
     split_seed: Param[int] = default(0)
     """Seed of the split"""
 
+    def __validate__(self):
+        if self.held_out < 1 or self.limit < 0:
+            raise ValueError(f"held_out is {self.held_out} and limit {self.limit}, expected at least 1 and 0")
+        if not self.languages:
+            raise ValueError("languages is empty, expected at least one, English first")
+
     @classmethod
     def installed(cls, languages: Sequence[str] = LANGUAGES, **params) -> "EmojiCollection":
         """The collection that the installed packages hold, as a configuration.
@@ -178,6 +194,11 @@ class EmojiBags(BagSource):
     others: Param[int] = default(2)
     """How many names in other languages a bag holds"""
 
+    def __validate__(self):
+        most = len(self.collection.languages) - 1
+        if not 0 <= self.others <= most:
+            raise ValueError(f"others is {self.others}, expected 0 to {most}, the languages after the first")
+
     @cached_property
     def emoji(self) -> list[Emoji]:
         """The training emoji."""
@@ -210,12 +231,13 @@ class EmojiRetrieval(RetrievalSet):
     direction: Param[str]
     """``text-text``, ``text-image`` or ``image-text``"""
 
-    def load(self) -> Retrieval:
-        """Queries and documents of the held-out emoji.
+    def __validate__(self):
+        if self.direction not in DIRECTIONS:
+            raise ValueError(f"direction is {self.direction!r}, expected one of {', '.join(DIRECTIONS)}")
 
-        Raises:
-            ValueError: ``direction`` is none of the three.
-        """
+    def load(self) -> Retrieval:
+        """Queries and documents of the held-out emoji."""
+        self.__validate__()
         emoji = self.collection.test()
         first, *rest = self.collection.languages
         names, pictures = [e.name(first) for e in emoji], [e.image() for e in emoji]
@@ -224,6 +246,4 @@ class EmojiRetrieval(RetrievalSet):
             return Retrieval([e.name(language) for language in rest for e in emoji], names, same * len(rest))
         if self.direction == "text-image":
             return Retrieval(names, pictures, same)
-        if self.direction == "image-text":
-            return Retrieval(pictures, names, same)
-        raise ValueError(f"direction is {self.direction!r}, expected 'text-text', 'text-image' or 'image-text'")
+        return Retrieval(pictures, names, same)
