@@ -45,3 +45,20 @@ def test_search_in_parts_equals_search_at_once():
     generator = torch.Generator().manual_seed(0)
     queries, documents = (torch.randn(n, 8, generator=generator) for n in (33, 50))
     assert torch.equal(cosine_search(queries, documents, 10, rows=7), cosine_search(queries, documents, 10))
+
+
+def test_chance_within_a_depth_is_that_of_a_cut_ranking():
+    from itertools import permutations
+
+    rankings = torch.tensor(list(permutations(range(5))))[:, :3]
+    for relevant in ([2], [0, 1, 3, 4]):
+        assert chance(5, [relevant], depth=3) == pytest.approx(measure(rankings, [relevant] * len(rankings)))
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_embeddings_that_are_not_finite_are_refused(wrong):
+    good, bad = torch.ones(2, 3), torch.tensor([[1.0, 2.0, 3.0], [1.0, wrong, 3.0]])
+    with pytest.raises(ValueError, match="the embedding of query 1 is not finite"):
+        cosine_search(bad, good, 1)
+    with pytest.raises(ValueError, match="the embedding of document 1 is not finite"):
+        cosine_search(good, bad, 1)

@@ -129,7 +129,7 @@ def whole(tmp_path_factory):
     job(folder).mkdir(parents=True)
     taskglobals.Env.instance().taskpath = job(folder)
     KillAt.steps = set()
-    config().instance(context=DirectoryContext(job(folder))).execute()
+    config(keep=EPOCHS + 1).instance(context=DirectoryContext(job(folder))).execute()
     return folder
 
 
@@ -187,8 +187,9 @@ def test_a_finished_task_run_again_touches_no_checkpoint(execute, tmp_path):
     assert {path: os.stat(path).st_mtime_ns for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_the_newest_are_kept_and_last_names_the_newest(whole):
-    folder = job(whole) / "checkpoints"
+def test_the_newest_are_kept_and_last_names_the_newest(execute, tmp_path):
+    execute(config(listeners=False), tmp_path)
+    folder = job(tmp_path) / "checkpoints"
     assert sorted(p.name for p in folder.iterdir()) == ["last", "step-00000008", "step-00000012"]
     assert os.readlink(folder / "last") == "step-00000012"
 
@@ -211,9 +212,9 @@ def test_the_best_validated_weights_are_kept(whole, execute):
     history = {int(epoch): values["MRR"] for epoch, values in json.loads(out.read_text()).items()}
     best = max(history, key=lambda epoch: (history[epoch], -epoch))
     kept = load_file(out.parent / "best" / "model" / "model.safetensors")
-    newest = load_file(job(whole) / "checkpoints" / "last" / "model" / "model.safetensors")
-    same = all(torch.equal(kept[name], newest[name]) for name in newest)
-    assert same == (best == EPOCHS)
+    of_best = job(whole) / "checkpoints" / f"step-{best * STEPS:08d}" / "model" / "model.safetensors"
+    expected = load_file(of_best)
+    assert all(torch.equal(kept[name], expected[name]) for name in expected)
 
 
 def test_weights_are_saved_before_the_first_step(execute, tmp_path):
@@ -223,14 +224,18 @@ def test_weights_are_saved_before_the_first_step(execute, tmp_path):
     assert os.readlink(job(tmp_path) / "checkpoints" / "last") == "step-00000000"
 
 
+@pytest.mark.parametrize("lost", [True, False], ids=["lost", "cut"])
 @pytest.mark.parametrize("file", ["state.json", "optimizer.safetensors", "model/model.safetensors"])
-def test_a_damaged_checkpoint_stops_the_task_and_nothing_is_deleted(execute, tmp_path, file):
+def test_a_damaged_checkpoint_stops_the_task_and_nothing_is_deleted(execute, tmp_path, file, lost):
     KillAt.steps = {6}
     with pytest.raises(Killed):
         execute(config(), tmp_path)
     folder = job(tmp_path) / "checkpoints"
     damaged = folder / "last" / file
-    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
+    content = damaged.read_bytes()
+    damaged.unlink()
+    if not lost:
+        damaged.write_bytes(content[: len(content) // 2])
     before = sorted(path for path in folder.rglob("*"))
     with pytest.raises(ValueError, match=r"step-00000004|model\.safetensors"):
         execute(config(), tmp_path)

@@ -49,7 +49,7 @@ def run(helper: UFormExperiment, settings: Quickstart):
         [ContrastiveLoss.C(form=form_of(settings.form))],
         seed=settings.seed,
         augmentation=Augmentation.C(shift=settings.shift, noise=settings.noise, drop=settings.drop),
-        listeners=[RetrievalValidation.C(id="validation", retrieval=retrievals["text-image"])],
+        listeners=[RetrievalValidation.C(id="validation", retrieval=retrievals["text-image"], interval=5)],
     )
     trained = helper.train(learner, form=settings.form, seed=settings.seed)
     before, after = (RetrievalEvaluation.C(model=model, retrievals=retrievals) for _ in range(2))

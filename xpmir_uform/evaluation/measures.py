@@ -46,8 +46,8 @@ def expected(name: str, documents: int, r: int, depth: int) -> float:
     if name == "MRR":
         firsts = range(1, min(documents - r + 1, depth) + 1)
         return sum(comb(documents - first, r - 1) / first for first in firsts) / comb(documents, r)
-    depth = min(int(name.partition("@")[2]), documents, depth)
+    cut = min(int(name.partition("@")[2]), documents)
     if name.startswith("R@"):
-        return depth / documents
-    gains = [1 / log2(rank + 1) for rank in range(1, depth + 1)]
-    return r / documents * sum(gains) / sum(gains[:r])
+        return min(cut, depth) / documents
+    gains = [1 / log2(rank + 1) for rank in range(1, cut + 1)]
+    return r / documents * sum(gains[:depth]) / sum(gains[:r])

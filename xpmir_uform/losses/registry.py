@@ -1,0 +1,6 @@
+"""Every loss there is: what the battery of tests walks."""
+
+from xpmir_uform.losses.base import BatchLoss
+from xpmir_uform.losses.contrastive import ContrastiveLoss
+
+LOSSES: dict[str, type[BatchLoss]] = {loss.NAME: loss for loss in (ContrastiveLoss,)}
