@@ -158,6 +158,24 @@ def all_configs():
     return sorted(found, key=lambda cls: cls.__qualname__)
 
 
+ABSTRACT = {"BagSource", "BatchLoss", "PairForm", "RetrievalSet"}
+TABLE = (Path(__file__).parents[1] / "docs" / "identity.md").read_text()
+
+
+@pytest.mark.parametrize("cls", all_configs(), ids=lambda cls: cls.__name__)
+def test_every_field_has_its_reason_in_the_table(cls):
+    if cls.__name__ in ABSTRACT:
+        return
+    rows = [line for line in TABLE.splitlines() if f"`{cls.__name__}" in line]
+    own = [name for name in inspect.get_annotations(cls) if name in cls.__getxpmtype__().arguments]
+    for name in own:
+        argument = cls.__getxpmtype__().arguments[name]
+        kind = "Meta" if argument.ignored else "Param"
+        found = any(f"{cls.__name__}.*`" in row or f".{name}`" in row or f"`{name}`" in row for row in rows)
+        assert argument.generator or found, f"{cls.__name__}.{name} is not in docs/identity.md"
+        assert argument.generator or any(f"`{kind}`" in row for row in rows), f"{cls.__name__}.{name} is a {kind}"
+
+
 @pytest.mark.parametrize("cls", all_configs(), ids=lambda cls: cls.__name__)
 def test_every_configuration_pins_its_identifier_and_documents_its_fields(cls):
     assert cls.__dict__.get("__xpmid__", "").startswith("uform."), f"{cls} pins no __xpmid__"

@@ -1,12 +1,11 @@
 """Half precision with a gradient scaler, on a CPU: one scale for all optimizers, saved with the checkpoint."""
 
-import json
 from types import SimpleNamespace
 
 import lightning as L
-import pytest
 import torch
 from lightning.fabric.plugins import MixedPrecision
+from safetensors.torch import load_file, save_file
 from xpm_torch.context import Context
 
 from xpmir_uform.learner.context import UFormContext
@@ -57,14 +56,36 @@ def test_an_infinite_gradient_makes_no_step_and_lowers_the_scale():
     assert context.scaler.get_scale() == 2.0
 
 
-@pytest.mark.parametrize("scaled", [True, False])
-def test_the_context_finds_fabrics_scaler(scaled, tmp_path):
-    fabric = made()[0] if scaled else L.Fabric(accelerator="cpu", devices=1)
-    context = UFormContext(tmp_path, tmp_path, 1, 1, None, None, None, fabric=fabric, keep=1)
-    if scaled:
-        state = json.loads(json.dumps(context.scaler.state_dict()))
-        assert state["scale"] == 4.0
-        context.scaler.load_state_dict({**state, "scale": 32.0})
-        assert context.scaler.get_scale() == 32.0
-    else:
-        assert context.scaler is None
+class Model(torch.nn.Linear):
+    """A model that saves itself."""
+
+    def save_model(self, path):
+        path.mkdir()
+        save_file(self.state_dict(), path / "model.safetensors")
+
+    def load_model(self, path):
+        self.load_state_dict(load_file(path / "model.safetensors"))
+
+
+def context(fabric, folder):
+    model = Model(1, 1)
+    optimizers = Optimizers()
+    optimizers.optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)]
+    optimizers.scheduler_factories, optimizers.scheduler_steps, optimizers.scaler = [None], -1, None
+    trainer = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
+    return UFormContext(folder, folder, 1, 1, trainer, model, optimizers, fabric=fabric, keep=1)
+
+
+def test_the_scale_is_saved_with_the_checkpoint(tmp_path):
+    fabric, _, _, scaled = made()
+    context(fabric, tmp_path).save_checkpoint()
+    scaled.scaler.load_state_dict({**scaled.scaler.state_dict(), "scale": 32.0})
+    assert context(fabric, tmp_path).load_bestcheckpoint(1)
+    assert scaled.scaler.get_scale() == 4.0
+
+
+def test_a_checkpoint_without_a_scale_begins_a_fresh_one(tmp_path):
+    context(L.Fabric(accelerator="cpu", devices=1), tmp_path).save_checkpoint()
+    fabric, _, _, scaled = made()
+    assert context(fabric, tmp_path).load_bestcheckpoint(1)
+    assert scaled.scaler.get_scale() == 4.0

@@ -1,6 +1,7 @@
 """One identifier, one result: microbatches, batchers, ranks and resuming change no weight beyond rounding."""
 
 import importlib.util
+import itertools
 import sys
 from collections import Counter
 from pathlib import Path
@@ -194,6 +195,19 @@ def test_control_a_dropped_temperature_gradient_is_seen(tmp_path, whole, monkeyp
     monkeypatch.setattr(UFormEncoder, "clamp_temperature", lambda self: None)
     run_here(config(), tmp_path)
     assert distance(tmp_path, whole) > 1e-4
+
+
+def test_control_a_draw_keyed_by_position_is_seen(tmp_path, monkeypatch):
+    """The number of draws so far, which a resumed run does not know, in the place of the epoch."""
+    bag, drawn = invariance.Words.bag, itertools.count()
+    monkeypatch.setattr(invariance.Words, "bag", lambda self, index, seed, epoch: bag(self, index, seed, next(drawn)))
+    run_here(config(), tmp_path / "whole")
+    drawn = itertools.count()
+    with pytest.raises(invariance.Killed):
+        run_here(config(kill=11, checkpoint_steps=1, keep=100), tmp_path / "resumed")
+    drawn = itertools.count()
+    run_here(config(keep=100), tmp_path / "resumed")
+    assert distance(tmp_path / "whole", tmp_path / "resumed") > 1e-4
 
 
 def test_control_a_restarted_permutation_is_seen(tmp_path, whole, monkeypatch):

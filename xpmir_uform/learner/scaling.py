@@ -9,7 +9,8 @@ class Optimizers(ScheduledOptimizer):
     """Steps all optimizers under one scale of their gradients.
 
     Fabric updates the scale of ``16-mixed`` after each optimizer: the second one would then be unscaled by another
-    factor than its gradients were scaled by.
+    factor than its gradients were scaled by. Gradient hooks see scaled gradients, as in the stock learner; clipping by
+    Fabric unscales them first.
     """
 
     def optimizer_step(self, context: UFormContext) -> None:
