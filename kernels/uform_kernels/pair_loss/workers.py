@@ -21,7 +21,7 @@ Part = TypeVar("Part")
 
 
 def share_out(walk: Walk, parts: Sequence[Part], work: Callable[[Walk, Sequence[Part]], None]) -> None:
-    """Runs `work(walk, parts)`, on a CPU in threads that take every so manieth part, and adds up what they found.
+    """Runs `work(walk, parts)`, on a CPU in threads that are dealt the parts, and adds up what they found.
 
     Which worker takes what, and the order of adding up, depend on the number of threads alone.
     """
@@ -37,7 +37,7 @@ def share_out(walk: Walk, parts: Sequence[Part], work: Callable[[Walk, Sequence[
         # Both modes are a thread's own.
         with torch.inference_mode(inference), torch.no_grad():
             torch.set_num_threads(threads // workers)
-            work(walks[number], parts[number::workers])
+            work(walks[number], dealt(parts, number, workers))
 
     try:
         with ThreadPoolExecutor(workers) as pool:
@@ -49,6 +49,13 @@ def share_out(walk: Walk, parts: Sequence[Part], work: Callable[[Walk, Sequence[
         walk.sums.absorb(other.sums)
         if walk.gradient is not None and other.gradient is not None:
             walk.gradient.absorb(other.gradient)
+
+
+def dealt(parts: Sequence[Part], number: int, workers: int) -> list[Part]:
+    """The parts of one worker, dealt back and forth: rows of half the tiles get shorter one by one."""
+    return [
+        part for place, part in enumerate(parts) if number == min(turn := place % (2 * workers), 2 * workers - 1 - turn)
+    ]
 
 
 def _fresh(walk: Walk) -> Walk:
