@@ -12,7 +12,7 @@ from experimaestro import Constant, ResumableTask, taskglobals
 from experimaestro.xpmutils import DirectoryContext
 from safetensors.torch import load_file
 from xpm_torch import Random
-from xpm_torch.learner import Learner
+from xpm_torch.learner import Learner, LearnerListener, LearnerListenerStatus
 from xpm_torch.trainers.context import StepTrainingHook
 
 from xpmir_uform import (
@@ -81,6 +81,15 @@ class KillAt(StepTrainingHook):
         if state.steps in self.steps:
             self.steps.discard(state.steps)
             raise Killed
+
+
+class StopAfterOne(LearnerListener):
+    """Asks to stop after the first epoch."""
+
+    __xpmid__ = "test.stop-after-one"
+
+    def __call__(self, state):
+        return LearnerListenerStatus.STOP
 
 
 def config(cls=UFormLearner, optimizers=None, max_epochs=EPOCHS, seed=3, listeners=True, **params):
@@ -215,6 +224,19 @@ def test_the_best_validated_weights_are_kept(whole, execute):
     of_best = job(whole) / "checkpoints" / f"step-{best * STEPS:08d}" / "model" / "model.safetensors"
     expected = load_file(of_best)
     assert all(torch.equal(kept[name], expected[name]) for name in expected)
+
+
+def test_the_best_weights_exist_though_training_is_stopped_before_a_validation(execute, tmp_path):
+    made = config()
+    made.listeners = [
+        RetrievalValidation.C(id="words", retrieval=WordSearch.C(), interval=2),
+        StopAfterOne.C(id="stop"),
+    ]
+    execute(made, tmp_path)
+    assert os.readlink(job(tmp_path) / "checkpoints" / "last") == "step-00000004"
+    kept = next(job(tmp_path).rglob("best")) / "model" / "model.safetensors"
+    newest = job(tmp_path) / "checkpoints" / "last" / "model" / "model.safetensors"
+    assert kept.read_bytes() == newest.read_bytes()
 
 
 def test_weights_are_saved_before_the_first_step(execute, tmp_path):

@@ -75,10 +75,11 @@ class RetrievalValidation(LearnerListener):
         return dep(learner.model.loader_config(self.bestpath / TrainState.MODEL_DIR))
 
     def update_metrics(self, metrics: dict[str, float]) -> None:
-        """Adds the best measures."""
-        if self.history:
-            best = max(self.history.values(), key=lambda values: values[self.measure])
-            metrics.update({f"{self.id}/best/{name}": value for name, value in best.items()})
+        """Adds the best measures, at the end of training; validates if none was due before it was stopped."""
+        if not self.history:
+            self.validate(self.context.state)
+        best = max(self.history.values(), key=lambda values: values[self.measure])
+        metrics.update({f"{self.id}/best/{name}": value for name, value in best.items()})
 
     def __call__(self, state: TrainState) -> LearnerListenerStatus:
         """Validates after an epoch; asks neither to stop nor to go on."""
