@@ -103,7 +103,7 @@ def test_the_three_lines_of_python_work(first):
 
 def test_the_run_is_linked_into_the_tensorboard_folder(first):
     workspace, _ = first
-    (link,) = workspace.glob("experiments/quickstart-small/*/results/runs/form=ranked_seed=1")
+    (link,) = workspace.glob("experiments/quickstart-small/current/results/runs/form=ranked_seed=1")
     assert link.resolve() == (learner_folder(workspace) / "runs").resolve()
 
 
