@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from experimaestro.scheduler.jobs import JobFailureStatus
 
 from xpmir_uform.experiments import UFormExperiment, form_of
 from xpmir_uform.experiments.helper import last_lines
@@ -11,14 +12,15 @@ from xpmir_uform.experiments.helper import last_lines
 class Job:
     """A job that ends after being looked at a few times."""
 
-    def __init__(self, name, log, fails=False, looks=2):
-        self.relpath, self.stderr, self.fails, self.looks = name, log, fails, looks
+    def __init__(self, name, log, fails=False, looks=2, reason=None):
+        self.relpath, self.stderr, self.fails, self.looks, self.reason = name, log, fails, looks, reason
         self.progress = [SimpleNamespace(progress=0.5, desc="outer"), SimpleNamespace(progress=0.25, desc="inner")]
 
     @property
-    def state(self):
+    def scheduler_state(self):
         self.looks -= 1
-        return SimpleNamespace(finished=lambda: self.looks <= 0, is_error=lambda: self.fails)
+        finished, is_error = (lambda: self.looks <= 0), (lambda: self.fails)
+        return SimpleNamespace(finished=finished, is_error=is_error, failure_reason=self.reason)
 
 
 def helper(jobs):
@@ -47,6 +49,12 @@ def test_any_failed_job_fails_the_command_and_is_shown(tmp_path, capsys, failing
     assert f"job-{failing} failed" in shown
     assert "ValueError: the reason" in shown
     assert "line 5\n" not in shown
+
+
+def test_a_job_that_was_not_run_is_said_so(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        helper([Job("job-0", tmp_path / "none", fails=True, reason=JobFailureStatus.DEPENDENCY)]).wait()
+    assert "job-0 was not run: a job that it needs failed." in capsys.readouterr().err
 
 
 def test_a_missing_log_is_said_to_be_missing(tmp_path):

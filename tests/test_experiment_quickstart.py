@@ -128,10 +128,21 @@ def test_killed_in_the_middle_it_goes_on_and_prints_the_same_table(first, tmp_pa
         process.kill()
         process.wait()
     assert not (checkpoint.parent / "step-00000020").exists()
+    assert_no_process_is_left(tmp_path)
     again = run(tmp_path)
     assert again.returncode == 0, again.stderr[-3000:]
     assert "Going on from" in "".join(path.read_text() for path in learner_folder(tmp_path).glob("*.err"))
     assert table_of(again.stdout) == table_of(done.stdout)
+
+
+def assert_no_process_is_left(workspace: Path) -> None:
+    """The loader's workers too end with the job."""
+    for _ in range(100):
+        commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+        if not any(str(workspace / "jobs").encode() in command for command in commands):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"a process of {workspace} is left after 10 s")
 
 
 def wait_for(workspace: Path, pattern: str) -> Path:

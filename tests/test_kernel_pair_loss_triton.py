@@ -172,7 +172,7 @@ def test_cells_beyond_32_bits():
     kernel._forces[(1, 1)](
         products, products, sums, sums, products, products, *line, *line, products, products, rows, columns,
         SCALED=False, SAME=True, MIRRORED=False, PER_ANCHOR=False, MIXED=False, STORE=False,
-        **kernel.block_sizes(products.device), **kernel.OPTIONS,
+        **kernel.block_sizes(4, "sm_90"), **kernel.OPTIONS,
     )  # fmt: skip
     scores = torch.arange(rows, dtype=torch.float32)
     torch.testing.assert_close(sums[kernel.FORCE, 0], 128 * scores.sigmoid())

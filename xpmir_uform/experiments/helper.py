@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from experimaestro import Task
+from experimaestro.scheduler.jobs import JobFailureStatus
 from tqdm import tqdm
 from xpm_torch.experiments.helpers import LearningExperimentHelper
 from xpm_torch.learner import Learner, LearnerOutput
@@ -62,7 +63,7 @@ class UFormExperiment(LearningExperimentHelper):
         for label, job in jobs:
             watch(label, job)
         self.xp.wait()
-        failed = [job for _, job in jobs if job.state.is_error()]
+        failed = [job for _, job in jobs if state_of(job).is_error()]
         for job in failed:
             print(failure(job), file=sys.stderr)
         if failed:
@@ -79,10 +80,15 @@ def job_of(task: Any) -> Any:
     return task.__xpm__.job
 
 
+def state_of(job: Any) -> Any:
+    """Where a job is for the scheduler: the state of its files knows nothing of a job it waits for that failed."""
+    return job.scheduler_state
+
+
 def watch(label: str, job: Any) -> None:
     """Shows the progress of one job until it ends."""
     with tqdm(total=100, desc=label, bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}{postfix}") as bar:
-        while not job.state.finished():
+        while not state_of(job).finished():
             levels = job.progress
             if levels:
                 bar.n = 100 * levels[0].progress
@@ -90,12 +96,15 @@ def watch(label: str, job: Any) -> None:
                 bar.set_postfix_str(", ".join(inner), refresh=False)
             bar.refresh()
             time.sleep(POLL_SECONDS)
-        bar.n = 0 if job.state.is_error() else 100
-        bar.set_postfix_str("failed" if job.state.is_error() else "done")
+        failed = state_of(job).is_error()
+        bar.n = 0 if failed else 100
+        bar.set_postfix_str("failed" if failed else "done")
 
 
 def failure(job: Any) -> str:
-    """What a failed job printed last."""
+    """What a failed job printed last, or that it was not run."""
+    if state_of(job).failure_reason is JobFailureStatus.DEPENDENCY:
+        return f"\n{job.relpath} was not run: a job that it needs failed."
     return f"\n{job.relpath} failed. The last lines of {job.stderr}:\n{last_lines(job.stderr)}"
 
 

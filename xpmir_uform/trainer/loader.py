@@ -1,5 +1,7 @@
 """Loading: step t's global batch, this rank's part of it decoded, by any number of workers, in order."""
 
+import ctypes
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -17,6 +19,9 @@ from xpmir_uform.data.items import Bag, Item, count_items
 from xpmir_uform.data.sampling import BagSampler
 from xpmir_uform.data.segments import Segment
 from xpmir_uform.model.encoding import most_tokens
+
+PR_SET_PDEATHSIG = 1
+"""Of Linux's ``prctl``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,5 +120,14 @@ def iterate_steps(dataset: StepDataset, start: int, workers: int) -> Iterator[Lo
             sampler=range(start, WORD),
             num_workers=workers,
             generator=torch.Generator(),
+            worker_init_fn=die_with_parent,
         )
     )
+
+
+def die_with_parent(worker: int) -> None:
+    """Asks the kernel to end this worker with the process that made it.
+
+    A worker whose queue is full when that process is killed would wait for ever, and hold the job's lock.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
