@@ -11,12 +11,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..targets import architecture, row_for
 from .chunked import offering_rows
 
-# Entries of a program: 8 for each of its 128 threads.
-PROGRAM_ENTRIES = 1024
-# Fusing a product and a sum into one rounding changes results, and its default differs between releases.
-OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+# Architecture or its first letters -> entries and warps of a program. A choice costs a sector of the logits whatever
+# their dtype, and all else is float32 or bytes. 8 entries a thread; `benchmarks/tune_kernels.py` finds better rows.
+TABLE = {"": {"entries": 1024, "num_warps": 4}}
 
 
 def choice_loss(logits: Tensor, choices: Tensor, choice_offsets: Tensor, targets: Tensor) -> Tensor:
@@ -71,11 +71,11 @@ class _ChoiceLoss(torch.autograd.Function):
         choices, offsets = choices.contiguous(), choice_offsets.contiguous()
         ctx.room = int(offsets.diff().max()) if len(losses) else 0
         if ctx.room:
-            blocks = _blocks(ctx.room)
+            blocks, options = _sizes(ctx.room, architecture(logits.device))
             with torch.cuda.device_of(logits):
                 _forward[(triton.cdiv(len(losses), blocks["R"]),)](
                     logits, choices, offsets, targets.contiguous(), losses, slopes, len(losses), *logits.stride(),
-                    **blocks, **OPTIONS,
+                    **blocks, **options,
                 )  # fmt: skip
         offered = offering_rows(offsets)
         ctx.save_for_backward(choices, offsets, slopes.div_(offered))
@@ -88,22 +88,26 @@ class _ChoiceLoss(torch.autograd.Function):
         choices, offsets, slopes = ctx.saved_tensors
         full = torch.zeros(ctx.shape, dtype=ctx.dtype, device=slopes.device)
         if ctx.room:
-            blocks = _blocks(ctx.room)
+            blocks, options = _sizes(ctx.room, architecture(full.device))
             scale = grad.to(torch.float32).reshape(1).contiguous()
             with torch.cuda.device_of(full):
                 _backward[(triton.cdiv(len(full), blocks["R"]),)](
-                    choices, offsets, slopes, scale, full, len(full), **blocks, **OPTIONS
+                    choices, offsets, slopes, scale, full, len(full), **blocks, **options
                 )
         return full, None, None, None
 
 
-def _blocks(room: int) -> dict[str, int]:
-    """Block sizes for rows of at most `room` choices."""
-    entries = triton.next_power_of_2(room)
-    return {"R": max(1, PROGRAM_ENTRIES // entries), "L": entries}
+def _sizes(room: int, target: str) -> tuple[dict[str, int], dict[str, Any]]:
+    """Block sizes and compile options for rows of at most `room` choices."""
+    row, length = row_for(TABLE, target), triton.next_power_of_2(room)
+    # Fusing a product and a sum into one rounding changes results, and its default differs between releases.
+    options = {"num_warps": row["num_warps"], "num_stages": 1, "enable_fp_fusion": True}
+    return {"R": max(1, row["entries"] // length), "L": length}, options
 
 
-def compile_cases() -> list[tuple[str, triton.JITFunction, dict[str, str], dict[str, int], dict[str, Any]]]:
+def compile_cases(
+    target: str = "sm_90",
+) -> list[tuple[str, triton.JITFunction, dict[str, str], dict[str, int], dict[str, Any]]]:
     """Name, kernel, signature, block sizes and options of what a call may launch, for a compile check."""
     cases: list[tuple[str, triton.JITFunction, dict[str, str], dict[str, int], dict[str, Any]]] = []
     for dtype in ("fp32", "bf16", "fp16"):
@@ -112,6 +116,7 @@ def compile_cases() -> list[tuple[str, triton.JITFunction, dict[str, str], dict[
         backward = {"choices": "*u8", "offsets": "*i64", "slopes": "*fp32", "scale": "*fp32"}
         backward |= {"grad": f"*{dtype}", "rows": "i32"}
         for room in (4, 256):
-            cases.append((f"choice_loss forward {dtype} room {room}", _forward, forward, _blocks(room), OPTIONS))
-            cases.append((f"choice_loss backward {dtype} room {room}", _backward, backward, _blocks(room), OPTIONS))
+            sizes = _sizes(room, target)
+            cases.append((f"choice_loss forward {dtype} room {room}", _forward, forward, *sizes))
+            cases.append((f"choice_loss backward {dtype} room {room}", _backward, backward, *sizes))
     return cases

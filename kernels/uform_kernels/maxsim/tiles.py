@@ -5,11 +5,12 @@ BQ query tokens, BD document tokens, BW coordinates, BE entries and BT query tok
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ..targets import architecture, row_for
+
 # (kernel, bytes of an element): architecture or its first letters -> block sizes, warps, stages. An H200 is sm_90.
-# Chosen by counts and by what compiles without spills; `benchmarks/tune_maxsim.py` finds better rows on a device.
+# Chosen by counts and by what compiles without spills; `benchmarks/tune_kernels.py` finds better rows on a device.
 TABLE: dict[tuple[str, int], dict[str, dict[str, int]]] = {
     ("forward", 2): {
         "sm_": {"BQ": 128, "BD": 64, "num_warps": 8, "num_stages": 2},
@@ -44,22 +45,11 @@ TABLE: dict[tuple[str, int], dict[str, dict[str, int]]] = {
 PROGRAMS = 2048
 
 
-def architecture(device: torch.device) -> str:
-    """Such as "sm_90" or "gfx942"; on a CPU, where Triton interprets, "sm_90"."""
-    if device.type != "cuda":
-        return "sm_90"
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip:
-        return properties.gcnArchName.split(":")[0]
-    return f"sm_{properties.major}{properties.minor}"
-
-
 def launch_sizes(kernel: str, size: int, width: int, target: str) -> tuple[dict[str, int], dict[str, Any]]:
     """Block sizes and compile options of a kernel, for elements of `size` bytes and token vectors of `width`."""
-    rows = TABLE[kernel, size]
-    prefix = max((key for key in rows if target.startswith(key)), key=len)
-    blocks = {name: value for name, value in rows[prefix].items() if name.startswith("B")}
-    options = {name: value for name, value in rows[prefix].items() if not name.startswith("B")}
+    row = row_for(TABLE[kernel, size], target)
+    blocks = {name: value for name, value in row.items() if name.startswith("B")}
+    options = {name: value for name, value in row.items() if not name.startswith("B")}
     if kernel != "sums":
         blocks |= {"W": width, "BW": min(blocks.get("BW", 128), max(16, 1 << (width - 1).bit_length()))}
     # Fusing a product and a sum into one rounding changes results, and its default differs between releases.

@@ -6,6 +6,7 @@ product once and writes each force once; scores, losses, sigmoids and all sums s
 I x J a tile of products, R x C what a program works on.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..targets import architecture, row_for
 from .chunked import chunked_pair_loss
 from .problem import Problem
 from .tiles import Tile, TileWalk, shaped
@@ -21,8 +23,13 @@ from .walk import Scalars, spread
 # Wide enough that a tile's products take longer than the launch of the dozen small steps around them.
 SIDE = 8192
 
-# By the architecture's first letters: block sizes and warps. 8 cells a thread keep all intermediates in registers.
-TABLE = {"sm_": {"R": 16, "C": 128, "num_warps": 8}, "gfx": {"R": 8, "C": 128, "num_warps": 4}}
+# Bytes of a force: architecture or its first letters -> block sizes and warps. The kernel reads float32 products, whose
+# dtype and d it never sees. 8 cells a thread keep all intermediates in registers, which was chosen by what compiles
+# without spills; `benchmarks/tune_kernels.py` finds better rows on a device.
+TABLE = {
+    2: {"sm_": {"R": 16, "C": 128, "num_warps": 8}, "gfx": {"R": 8, "C": 128, "num_warps": 4}},
+    4: {"sm_": {"R": 16, "C": 128, "num_warps": 8}, "gfx": {"R": 8, "C": 128, "num_warps": 4}},
+}
 
 # Fusing a product and a sum into one rounding changes results, and its default differs between releases.
 OPTIONS = {"num_stages": 1, "enable_fp_fusion": True}
@@ -133,6 +140,24 @@ def _forces(
         tl.store(forces + cell, force.to(forces.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])
 
 
+def tile_forces(products: Tensor, forces: Tensor, lines: Sequence[Tensor], **flags: bool) -> tuple[Tensor, Tensor]:
+    """Runs the kernel on a tile; `lines` and `flags` are its arguments from `row_scale` on.
+
+    Returns: what its programs summed of each row (4, I) and column (1 or 4, J), added up in a fixed order, float64.
+    """
+    rows, columns = products.shape
+    sizes = block_sizes(forces.element_size(), architecture(products.device))
+    blocks = triton.cdiv(rows, sizes["R"]), triton.cdiv(columns, sizes["C"])
+    row_sums = products.new_zeros(4, blocks[1], rows)
+    backwards = flags["MIRRORED"] and not flags["SAME"]
+    column_sums = products.new_zeros(4 if backwards else 1, blocks[0], columns)
+    with torch.cuda.device_of(products):
+        _forces[blocks[::-1]](
+            products, forces, row_sums, column_sums, *lines, rows, columns, **flags, **sizes, **OPTIONS
+        )
+    return row_sums.sum(1, dtype=torch.float64), column_sums.sum(1, dtype=torch.float64)
+
+
 class FusedWalk(TileWalk):
     """A tile walk whose elementwise work is one kernel."""
 
@@ -162,15 +187,9 @@ class FusedWalk(TileWalk):
             self._place(level, cells, places, values, forces)
 
     def _launch(self, level: int, tile: Tile, anchors: Tensor, products: Tensor, forces: Tensor) -> None:
-        """Runs the kernel on a tile and adds up what its programs summed, in a fixed order."""
+        """Runs the kernel on a tile and adds what it summed."""
         walk, rule = self.walk, self.walk.rule
         scale, families = walk.levels.scales[level], walk.layout.families
-        rows, columns = products.shape
-        sizes = block_sizes(products.device)
-        blocks = triton.cdiv(rows, sizes["R"]), triton.cdiv(columns, sizes["C"])
-        row_sums = products.new_zeros(4, blocks[1], rows)
-        backwards = tile.mirrored and not rule.uniform
-        column_sums = products.new_zeros(4 if backwards else 1, blocks[0], columns)
         by_anchor = [
             expanded(value, part, products)
             for part in (tile.rows, tile.columns if tile.mirrored else tile.rows)
@@ -178,14 +197,12 @@ class FusedWalk(TileWalk):
         ]
         scales = (scale[anchors], scale[tile.columns]) if scale is not None else (products, products)
         kinds = (families[anchors], families[tile.columns]) if families is not None else (products, products)
-        with torch.cuda.device_of(products):
-            _forces[blocks[::-1]](
-                products, forces, row_sums, column_sums, *scales, *by_anchor, *kinds, rows, columns,
-                SCALED=scale is not None, SAME=rule.uniform, MIRRORED=tile.mirrored,
-                PER_ANCHOR=isinstance(rule.temperature, Tensor), MIXED=tile.mixed, STORE=walk.gradient is not None,
-                **sizes, **OPTIONS,
-            )  # fmt: skip
-        self._add(level, tile, anchors, row_sums.sum(1, dtype=torch.float64), column_sums.sum(1, dtype=torch.float64))
+        sums = tile_forces(
+            products, forces, [*scales, *by_anchor, *kinds],
+            SCALED=scale is not None, SAME=rule.uniform, MIRRORED=tile.mirrored,
+            PER_ANCHOR=isinstance(rule.temperature, Tensor), MIXED=tile.mixed, STORE=walk.gradient is not None,
+        )  # fmt: skip
+        self._add(level, tile, anchors, *sums)
 
     def _add(self, level: int, tile: Tile, anchors: Tensor, by_row: Tensor, by_column: Tensor) -> None:
         """Adds the sums (4, I) and (4 or 1, J) of a tile's lines."""
@@ -229,26 +246,21 @@ def expanded(value: Scalars, rows: slice, like: Tensor) -> Tensor:
     return like.new_full((rows.stop - rows.start,), value)
 
 
-def architecture(device: torch.device) -> str:
-    """The first letters of the device's architecture; on a CPU, where Triton interprets, an NVIDIA one's."""
-    return "gfx" if device.type == "cuda" and torch.version.hip else "sm_"
-
-
-def block_sizes(device: torch.device) -> dict[str, int]:
-    """Block sizes and warps on a device."""
-    return TABLE[architecture(device)]
+def block_sizes(size: int, target: str) -> dict[str, int]:
+    """Block sizes and warps for forces of `size` bytes on an architecture."""
+    return row_for(TABLE[size], target)
 
 
 def compile_cases(
     target: str = "sm_90",
 ) -> list[tuple[str, triton.JITFunction, dict[str, str], dict[str, Any], dict[str, Any]]]:
     """Name, kernel, signature, constants and options of what a call may launch, for a compile check."""
-    sizes = next(sizes for prefix, sizes in TABLE.items() if target.startswith(prefix))
     names = "temperature", "offset", "cost", "scale", "sums"
     floats = ["products", *(f"{line}_{name}" for line in ("row", "column") for name in names)]
-    options = OPTIONS | {"num_warps": sizes["num_warps"]}
     cases: list[tuple[str, triton.JITFunction, dict[str, str], dict[str, Any], dict[str, Any]]] = []
-    for dtype in ("fp32", "bf16"):
+    for dtype, size in (("fp32", 4), ("bf16", 2)):
+        sizes = block_sizes(size, target)
+        options = OPTIONS | {"num_warps": sizes["num_warps"]}
         signature = dict.fromkeys(floats, "*fp32") | {"forces": f"*{dtype}", "rows": "i32", "columns": "i32"}
         signature |= {"row_family": "*i64", "column_family": "*i64"}
         for same, mixed, scaled in (
