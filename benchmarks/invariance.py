@@ -144,7 +144,7 @@ class KillAt(StepTrainingHook):
 
 def config(
     batcher=None, devices=1, precision="64-true", form=None, batch_size=BATCH, workers=0, backend="auto", kill=0,
-    epochs=EPOCHS, learning_rate=1e-2, source=None, **params,
+    epochs=EPOCHS, learning_rate=1e-2, **params,
 ):  # fmt: skip
     """The configuration that everything here runs."""
     loss = ContrastiveLoss.C(backend=backend, **({"form": form} if form else {}))
@@ -154,7 +154,7 @@ def config(
             depth=1, hidden=128, pooled=PooledHead.C(width=16), image=ImageShape.C(patch_side=8, max_side=24), seed=1
         ),
         trainer=UFormTrainer.C(
-            sampler=BagSampler.C(source=source or Words.C()),
+            sampler=BagSampler.C(source=Words.C()),
             batch_size=batch_size,
             losses=[loss],
             num_workers=workers,
