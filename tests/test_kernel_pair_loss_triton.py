@@ -184,3 +184,21 @@ def test_sizes_are_listed_for_both_vendors():
     assert len(labels) == 2 * len(kernel.compile_cases())
     assert {dtype for _, label in labels for dtype in ("fp32", "bf16") if dtype in label} == {"fp32", "bf16"}
     assert all(itertools.chain.from_iterable(case[4] for case in kernel.compile_cases()))
+
+
+def test_several_threads_do_not_disturb_the_interpreter(monkeypatch):
+    """It keeps the place in the grid in a global, so tiles may not be shared out over threads."""
+    monkeypatch.setattr(kernel.FusedWalk, "side", 32)
+    generator = torch.Generator().manual_seed(0)
+    embeddings = torch.randn(200, 16, generator=generator)
+    attract = Edges.from_lists([[i ^ 1] for i in range(200)])
+    scale = {"inverse_temperature": torch.tensor([5.0]), "bias": torch.tensor([-2.0])}
+    expected = pair_loss(embeddings, attract, form="sigmoid", backend="reference", **scale).loss
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = [pair_loss(embeddings, attract, form="sigmoid", backend="triton", **scale).loss for _ in range(4)]
+    finally:
+        torch.set_num_threads(threads)
+    for loss in found:
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)

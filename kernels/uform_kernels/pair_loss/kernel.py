@@ -162,6 +162,8 @@ class FusedWalk(TileWalk):
     """A tile walk whose elementwise work is one kernel."""
 
     side = SIDE
+    # Triton's interpreter, which runs kernels on CPU tensors, keeps the place in the grid in a global.
+    threaded = False
 
     @staticmethod
     def keeps(embeddings: Tensor) -> bool:

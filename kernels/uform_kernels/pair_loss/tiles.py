@@ -66,6 +66,7 @@ class TileWalk:
     """One pass over the ambient tiles of a pair loss; `cells` are those that stand in the place of ambient ones."""
 
     side = SIDE
+    threaded = True
 
     @staticmethod
     def keeps(embeddings: Tensor) -> bool:
@@ -103,7 +104,11 @@ class TileWalk:
         """Walks every tile."""
         walk = self.walk
         walk.sums.cosines[1] += walk.ambient_weight * all_cosines(walk.levels, walk.layout)
-        share_out(walk, [tiles for tiles in ambient_tiles(self.grid, walk.layout, self.half) if tiles], self._work)
+        rows = [tiles for tiles in ambient_tiles(self.grid, walk.layout, self.half) if tiles]
+        if self.threaded:
+            share_out(walk, rows, self._work)
+        else:
+            self._work(walk, rows)
 
     def _work(self, walk: Walk, rows: Sequence[list[Tile]]) -> None:
         """Walks some rows of tiles, adding to `walk`."""
