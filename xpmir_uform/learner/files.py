@@ -1,11 +1,9 @@
 """Files that are whole or absent, whenever the process is killed."""
 
-import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 
 def sync(path: Path) -> None:
@@ -41,15 +39,6 @@ def commit_folder(path: Path, write: Callable[[Path], None]) -> None:
     sync(part)
     remove(path)
     os.rename(part, path)
-    sync(path.parent)
-
-
-def commit_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes a JSON file."""
-    part = aside(path)
-    part.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
-    sync(part)
-    os.replace(part, path)
     sync(path.parent)
 
 
