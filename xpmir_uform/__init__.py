@@ -17,7 +17,7 @@ _HOMES = {
     "xpmir_uform.data.items": ("Bag", "Item"),
     "xpmir_uform.data.retrieval": ("Retrieval", "RetrievalSet"),
     "xpmir_uform.data.sampling": ("BagSampler", "BagSource"),
-    "xpmir_uform.data.shapes": ("ImageShape",),
+    "xpmir_uform.data.shapes": ("AudioShape", "ImageShape", "VideoShape"),
     "xpmir_uform.data.tape": ("Tape",),
     "xpmir_uform.data.vocabulary": ("Modality", "Side"),
     "xpmir_uform.evaluation.retrieval": ("RetrievalEvaluation", "RetrievalValidation"),
