@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from xpm_torch.module import SimpleModuleLoader
 
 from xpmir_uform.data.items import Item
-from xpmir_uform.model import ImageShape, PooledHead, UFormEncoder
+from xpmir_uform.data.shapes import ImageShape
+from xpmir_uform.model import PooledHead, UFormEncoder
 from xpmir_uform.model.files import save_weights
 
 TEXTS = ["hello", "", "another name"]
@@ -167,7 +168,7 @@ def test_another_process_gives_equal_bits(tmp_path):
     script = (
         "import sys, numpy as np\nfrom pathlib import Path\n"
         "from xpmir_uform.data.items import Item\n"
-        "from xpmir_uform.model import ImageShape, PooledHead, UFormEncoder\n"
+        "from xpmir_uform import ImageShape, PooledHead, UFormEncoder\n"
         "shape = ImageShape.C(patch_side=4, max_side=16)\n"
         "model = UFormEncoder.C(depth=1, hidden=128, image=shape, pooled=PooledHead.C(width=16)).instance()\n"
         "model.load_model(Path(sys.argv[1]))\n"

@@ -11,8 +11,9 @@ from PIL import Image
 
 from xpmir_uform.data.decoding import decode
 from xpmir_uform.data.items import Item
+from xpmir_uform.data.shapes import ImageShape
 from xpmir_uform.data.vocabulary import Modality
-from xpmir_uform.model import ImageShape, PooledHead, UFormEncoder, decays, pack
+from xpmir_uform.model import PooledHead, UFormEncoder, decays, pack
 from xpmir_uform.model.encoding import batches, evaluating, most_tokens
 
 SHAPE = ImageShape.C(patch_side=4, max_side=16)

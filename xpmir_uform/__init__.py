@@ -25,7 +25,7 @@ _HOMES = {
     "xpmir_uform.learner.learner": ("UFormLearner",),
     "xpmir_uform.losses.contrastive": ("ContrastiveLoss", "Negatives"),
     "xpmir_uform.losses.forms": ("BalancedForm", "RankedForm", "SigmoidForm"),
-    "xpmir_uform.model.heads": ("PooledHead",),
+    "xpmir_uform.model.heads": ("ByteHead", "PatchHead", "PooledHead", "TokenHead"),
     "xpmir_uform.model.uform": ("UFormEncoder",),
     "xpmir_uform.trainer.optimizers": ("adamw",),
     "xpmir_uform.trainer.schedule": ("CosineSchedule",),

@@ -7,18 +7,20 @@ experimaestro nor xpm-torch.
 from importlib import import_module
 from typing import Any
 
-__all__ = ["ImageShape", "Outputs", "Packed", "PooledHead", "Pooling", "UFormEncoder", "decays", "pack"]
-
 _HOMES = {
-    "ImageShape": "xpmir_uform.data.shapes",
+    "ByteHead": "xpmir_uform.model.heads",
     "Outputs": "xpmir_uform.model.uform",
     "Packed": "xpmir_uform.model.packing",
+    "PatchHead": "xpmir_uform.model.heads",
     "PooledHead": "xpmir_uform.model.heads",
     "Pooling": "xpmir_uform.model.pooling",
+    "TokenHead": "xpmir_uform.model.heads",
     "UFormEncoder": "xpmir_uform.model.uform",
     "decays": "xpmir_uform.model.uform",
     "pack": "xpmir_uform.model.packing",
 }
+
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

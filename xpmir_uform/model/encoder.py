@@ -1,6 +1,6 @@
 """The encoder: one transformer over the bytes and patches of a packed microbatch.
 
-Letters: T tokens, H hidden, A heads, D width of a head, K patches, P values of one patch.
+Letters: T tokens, S answer slots, H hidden, A heads, D width of a head, K patches, P values of one patch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,11 +26,13 @@ class Attention(nn.Module):
         self.input = nn.Linear(hidden, 3 * hidden, bias=False)
         self.output = nn.Linear(hidden, hidden, bias=False)
 
-    def forward(self, x: Tensor, turn: Tensor, blocks: Sequence[tuple[int, int]]) -> Tensor:
+    def forward(
+        self, x: Tensor, turn: Tensor, blocks: Sequence[tuple[int, int]], answers: Sequence[int] = ()
+    ) -> Tensor:
         hidden = x.shape[-1]
         both, value = self.input(x).unflatten(-1, (-1, HEAD_WIDTH)).tensor_split([2 * hidden // HEAD_WIDTH], dim=1)
         query, key = rotate(both, turn).chunk(2, dim=1)  # (T, A, D)
-        return self.output(attend(query, key, value, blocks).flatten(1))
+        return self.output(attend(query, key, value, blocks, answers).flatten(1))
 
 
 class FeedForward(nn.Module):
@@ -57,8 +59,10 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(hidden, eps=EPSILON)
         self.feed_forward = FeedForward(hidden)
 
-    def forward(self, x: Tensor, turn: Tensor, blocks: Sequence[tuple[int, int]]) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), turn, blocks)
+    def forward(
+        self, x: Tensor, turn: Tensor, blocks: Sequence[tuple[int, int]], answers: Sequence[int] = ()
+    ) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), turn, blocks, answers)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
@@ -98,10 +102,10 @@ class Encoder(nn.Module):
         self.norm = nn.RMSNorm(hidden, eps=EPSILON)
 
     def forward(self, packed: Packed) -> Tensor:
-        """The final-norm states of all tokens.
+        """The final-norm states of all tokens and answer slots.
 
         Returns:
-            (T, H) in item order.
+            (T + S, H), each in item order.
 
         Raises:
             ValueError: a modality that this encoder does not read, or patches of another size.
@@ -110,12 +114,12 @@ class Encoder(nn.Module):
         wide = torch.promote_types(self.bytes.weight.dtype, torch.float32)
         turn = rotation(packed.positions, packed.modalities, wide)
         for block in self.blocks:
-            x = block(x, turn, packed.blocks)
+            x = block(x, turn, packed.blocks, packed.answers)
         x = self.norm(x)
         return x if packed.places is None else x.index_select(0, packed.places)
 
     def embed(self, packed: Packed) -> Tensor:
-        """(T, H): the tokens' embeddings in packed order.
+        """(T + S, H): the embeddings of tokens and answer slots in packed order.
 
         Every embedding takes part, also in a batch without its modality, so that the gradient of each parameter exists
         on every rank.
