@@ -73,7 +73,7 @@ def test_a_text_keeps_at_least_one_token(text):
         assert segment.grid == (1, 1, segment.tokens)
 
 
-@pytest.mark.parametrize("params", [{"shift": -1}, {"noise": -1.0}, {"drop": 1.0}, {"drop": -0.1}])
+@pytest.mark.parametrize("params", [{"shift": -1}, {"noise": -1.0}, {"hiss": -1.0}, {"drop": 1.0}, {"drop": -0.1}])
 def test_impossible_settings_are_refused(params):
-    with pytest.raises(ValueError, match="expected shift and noise of at least 0 and drop in"):
+    with pytest.raises(ValueError, match="expected shift, noise and hiss of at least 0 and drop in"):
         validate(Augmentation.C(**params))

@@ -10,11 +10,11 @@ import numpy as np
 from torch import nn
 
 from xpmir_uform.data.items import Item
-from xpmir_uform.data.shapes import ImageShape
+from xpmir_uform.data.shapes import Shape
 from xpmir_uform.data.vocabulary import Modality
 
 
-def check_readable(items: Sequence[Item], shapes: Mapping[Modality, ImageShape]) -> None:
+def check_readable(items: Sequence[Item], shapes: Mapping[Modality, Shape]) -> None:
     """Refuse items of a modality that has no shape.
 
     Raises:
@@ -26,7 +26,7 @@ def check_readable(items: Sequence[Item], shapes: Mapping[Modality, ImageShape])
             raise ValueError(f"{item}: this model has no {name} input; build it with {name}={name.title()}Shape(...)")
 
 
-def most_tokens(item: Item, shapes: Mapping[Modality, ImageShape]) -> int:
+def most_tokens(item: Item, shapes: Mapping[Modality, Shape]) -> int:
     """An upper bound of the item's tokens, known before it is decoded."""
     if item.modality == Modality.TEXT:
         return max(1, len(item.content))

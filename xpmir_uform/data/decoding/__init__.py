@@ -7,7 +7,7 @@ run in any worker process. It refuses content that it cannot read with :class:`U
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from xpmir_uform.data.decoding import image, text
+from xpmir_uform.data.decoding import audio, image, text, video
 from xpmir_uform.data.decoding.unreadable import UnreadableItem
 from xpmir_uform.data.items import Item
 from xpmir_uform.data.segments import Segment
@@ -21,6 +21,8 @@ Shapes = Mapping[Modality, Any]
 DECODERS: dict[Modality, Callable[[Item, Any], Segment]] = {
     Modality.TEXT: text.decode,
     Modality.IMAGE: image.decode,
+    Modality.VIDEO: video.decode,
+    Modality.AUDIO: audio.decode,
 }
 
 

@@ -14,7 +14,7 @@ from xpmir_uform.data.decoding.pixels import flatten
 from xpmir_uform.data.decoding.unreadable import UnreadableItem
 from xpmir_uform.data.items import Item
 from xpmir_uform.data.segments import Segment
-from xpmir_uform.data.shapes import ImageShape
+from xpmir_uform.data.shapes import ImageShape, PictureShape
 from xpmir_uform.data.vocabulary import Modality
 
 PIXEL_LIMIT = 1 << 26
@@ -59,10 +59,14 @@ def open_image(item: Item, shape: ImageShape) -> np.ndarray:
         raise UnreadableItem.of(item, str(error) or type(error).__name__) from error
 
 
-def fit(pixels: np.ndarray, shape: ImageShape) -> np.ndarray:
-    """Resizes (H, W, C) uint8 pixels as :func:`whole_patches` says, by Pillow's antialiased bicubic filter."""
+def fit(pixels: np.ndarray, shape: PictureShape) -> np.ndarray:
+    """Resizes (H, W, C) uint8 pixels as :func:`whole_patches` says, by :func:`resize`."""
+    return resize(pixels, *whole_patches(pixels.shape[0], pixels.shape[1], shape), shape)
+
+
+def resize(pixels: np.ndarray, rows: int, columns: int, shape: PictureShape) -> np.ndarray:
+    """(H, W, C) uint8 pixels as that many patches, by Pillow's antialiased bicubic filter."""
     side = shape.patch_side
-    rows, columns = whole_patches(pixels.shape[0], pixels.shape[1], shape)
     if pixels.shape[:2] == (rows * side, columns * side):
         return pixels
     picture = Image.fromarray(pixels if shape.channels == 3 else pixels[:, :, 0])
@@ -70,7 +74,7 @@ def fit(pixels: np.ndarray, shape: ImageShape) -> np.ndarray:
     return np.asarray(resized).reshape(rows * side, columns * side, shape.channels)
 
 
-def whole_patches(height: int, width: int, shape: ImageShape) -> tuple[int, int]:
+def whole_patches(height: int, width: int, shape: PictureShape) -> tuple[int, int]:
     """(rows, columns) of patches of an image of that many pixels.
 
     The image is shrunk, keeping its ratio, until its longer side is at most ``max_side``; it is never enlarged so. Then

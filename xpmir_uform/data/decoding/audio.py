@@ -1,0 +1,115 @@
+"""Sounds of any rate, number of channels and sample type become chunks of one rate.
+
+S samples at the rate of the shape, T chunks (tokens), P samples of one chunk.
+"""
+
+import numpy as np
+import soxr
+from av import AudioFrame
+
+from xpmir_uform.data.decoding.media import declared_seconds, frames, reading
+from xpmir_uform.data.items import Item
+from xpmir_uform.data.segments import Segment
+from xpmir_uform.data.shapes import AudioShape
+from xpmir_uform.data.vocabulary import Modality
+
+RATE_LIMIT = 1_000_000
+"""A file that declares more samples per second is refused."""
+
+HEADER_EXCESS = 1.0
+"""Seconds that a header may declare beyond the limit before the samples are counted: coders add silence at the ends."""
+
+GAIN = np.float32(8.0)
+"""Samples in -1..1 are standardised by this factor: speech and music, whose deviation is usually 0.05 to 0.1, then vary
+about as much as the pixels of pictures do."""
+
+
+def decode(item: Item, shape: AudioShape) -> Segment:
+    """The chunks of a sound file: :func:`open_audio`, then :func:`chunks`.
+
+    Raises:
+        UnreadableItem: the file is of no known format, is truncated or damaged, or has no sample or too many.
+    """
+    return chunks(open_audio(item, shape), shape)
+
+
+def open_audio(item: Item, shape: AudioShape) -> np.ndarray:
+    """(S,) float32: the mean of the channels of a sound file, about -1..1, at the rate of ``shape``.
+
+    Integer samples are divided by their full scale, and samples beyond -1..1 are clipped to it, as any player does. The
+    sound is then resampled by a band-limited filter (SoX, high quality) to round(S_file * sample_rate / rate_file)
+    samples, at least one. The sound track of a video file counts as a sound.
+
+    Raises:
+        UnreadableItem: as in :func:`decode`.
+    """
+    with reading(item, "audio") as (container, stream):
+        if (declared_seconds(container, stream) or 0) > shape.max_seconds + HEADER_EXCESS:
+            raise ValueError(_too_long(shape))
+        parts: list[np.ndarray] = []
+        rate = count = 0
+        for frame in frames(container, stream):
+            rate = _checked_rate(frame.sample_rate, rate)
+            parts.append(_mixed(frame))
+            count += len(parts[-1])
+            if _resampled_length(count, rate, shape) > shape.most_samples:
+                raise ValueError(_too_long(shape))
+        if not count:
+            raise ValueError("it has no sample")
+        return resampled(np.concatenate(parts), rate, shape.sample_rate)
+
+
+def resampled(samples: np.ndarray, rate: int, new_rate: int) -> np.ndarray:
+    """(S',) float32 of (S,) float32: band-limited to the lower of the two rates; never empty."""
+    if rate == new_rate:
+        return samples
+    result = soxr.resample(samples, rate, new_rate, quality="HQ")
+    return result if len(result) else samples.mean(keepdims=True)
+
+
+def chunks(samples: np.ndarray, shape: AudioShape) -> Segment:
+    """Cuts (S,) samples into chunks, the last one filled with zeros.
+
+    Returns:
+        values (T, P) float32, the samples times ``GAIN``; grid (1, 1, T), T = ceil(S / P).
+
+    Raises:
+        ValueError: there is no sample.
+    """
+    if samples.ndim != 1 or not len(samples):
+        raise ValueError(f"samples have shape {samples.shape}; expected (S,), at least one.")
+    count = -(-len(samples) // shape.chunk_samples)
+    values = np.zeros(count * shape.chunk_samples, np.float32)
+    values[: len(samples)] = samples * GAIN
+    return Segment(Modality.AUDIO, values.reshape(count, -1), (1, 1, count))
+
+
+def _too_long(shape: AudioShape) -> str:
+    return f"it is longer than {shape.max_seconds:g} seconds, the limit of the audio shape (max_seconds)"
+
+
+def _checked_rate(rate: int, before: int) -> int:
+    """The rate of a frame, when it is legal and that of the frame before it (0: there is none)."""
+    if before and rate != before:
+        raise ValueError(f"its rate changes from {before} to {rate} samples per second")
+    if not 0 < rate <= RATE_LIMIT:
+        raise ValueError(f"it has a rate of {rate} samples per second, expected 1 to {RATE_LIMIT}")
+    return rate
+
+
+def _resampled_length(count: int, rate: int, shape: AudioShape) -> int:
+    return (2 * count * shape.sample_rate + rate) // (2 * rate)
+
+
+def _mixed(frame: AudioFrame) -> np.ndarray:
+    """(S,) float32 in -1..1: the mean of a frame's channels."""
+    values: np.ndarray = frame.to_ndarray()
+    if not frame.format.is_planar:
+        values = values.reshape(-1, frame.layout.nb_channels).T
+    if values.dtype == np.uint8:
+        values = values.astype(np.float32) / 128 - 1
+    elif values.dtype.kind == "i":
+        values = values / -float(np.iinfo(values.dtype).min)
+    if not np.isfinite(values).all():
+        raise ValueError("some samples are NaN or infinite")
+    return np.clip(values, -1, 1).mean(axis=0, dtype=np.float64).astype(np.float32)

@@ -1,0 +1,107 @@
+"""Videos of any size, ratio and length become whole tubes.
+
+F frames that are kept, H rows and W columns of pixels, C channels, T tubes (tokens), P values of one tube.
+"""
+
+from typing import Any
+
+import numpy as np
+from av import VideoFrame
+from PIL import Image
+
+from xpmir_uform.data.decoding.image import MIDDLE, PIXEL_LIMIT, resize, whole_patches
+from xpmir_uform.data.decoding.media import frames, reading
+from xpmir_uform.data.decoding.pixels import flatten
+from xpmir_uform.data.items import Item
+from xpmir_uform.data.segments import Segment
+from xpmir_uform.data.shapes import VideoShape
+from xpmir_uform.data.vocabulary import Modality
+
+
+def decode(item: Item, shape: VideoShape) -> Segment:
+    """The tubes of a video file: :func:`open_video`, then :func:`tubes`.
+
+    Raises:
+        UnreadableItem: the file is of no known format, is truncated or damaged, or has no frame or too many.
+    """
+    return tubes(open_video(item, shape), shape)
+
+
+def open_video(item: Item, shape: VideoShape) -> np.ndarray:
+    """(F, H, W, C) uint8: every ``frame_stride``-th frame of a video file from the first on, upright, on white.
+
+    Frames are counted as they are stored: where their rate varies, each counts once, however long it is shown. All are
+    resized as an image of the first one's size is. Pixels are taken as square.
+
+    Raises:
+        UnreadableItem: as in :func:`decode`.
+    """
+    with reading(item, "video") as (container, stream):
+        _check_declared(stream, shape)
+        kept: list[np.ndarray] = []
+        for number, frame in enumerate(frames(container, stream)):
+            if number % shape.frame_stride:
+                continue
+            if len(kept) == shape.max_frames:
+                raise ValueError(_too_long(shape))
+            pixels = _upright(frame, shape.channels)
+            rows, columns = _grid(kept[0] if kept else None, pixels, shape)
+            kept.append(resize(pixels, rows, columns, shape))
+        if not kept:
+            raise ValueError("it has no frame")
+    return np.stack(kept)
+
+
+def tubes(pixels: np.ndarray, shape: VideoShape) -> Segment:
+    """Cuts frames into standardised tubes, tube row by tube row; the last frame is repeated to fill the last tubes.
+
+    Args:
+        pixels: (F, H, W, C) of any dtype, values in 0..255; H and W are multiples of ``patch_side``.
+        shape: of the encoder.
+
+    Returns:
+        values (T, P) float32, x / 127.5 - 1, P in the order frame, row, column, channel; grid
+        (ceil(F / tube_frames), H / patch_side, W / patch_side).
+
+    Raises:
+        ValueError: another number of channels, or sides that are not whole patches.
+    """
+    side, depth, channels = shape.patch_side, shape.tube_frames, shape.channels
+    if pixels.ndim != 4 or pixels.shape[3] != channels or not pixels.size or any(n % side for n in pixels.shape[1:3]):
+        raise ValueError(
+            f"pixels have shape {pixels.shape}; expected (F, H, W, {channels}), H and W multiples of {side}. "
+            "open_video() resizes to whole patches."
+        )
+    count, height, width = pixels.shape[:3]
+    layers, rows, columns = -(-count // depth), height // side, width // side
+    filled = pixels[np.minimum(np.arange(layers * depth), count - 1)]
+    cut = filled.reshape(layers, depth, rows, side, columns, side, channels).transpose(0, 2, 4, 1, 3, 5, 6)
+    values = cut.reshape(layers * rows * columns, -1).astype(np.float32) / MIDDLE - 1
+    return Segment(Modality.VIDEO, values, (layers, rows, columns))
+
+
+def _check_declared(stream: Any, shape: VideoShape) -> None:
+    width, height = stream.width, stream.height
+    if width * height > PIXEL_LIMIT:
+        raise ValueError(f"it declares frames of {width} x {height} pixels, more than the limit of {PIXEL_LIMIT}")
+    if stream.frames > shape.max_frames * shape.frame_stride:
+        raise ValueError(_too_long(shape))
+
+
+def _too_long(shape: VideoShape) -> str:
+    stride = f" of every {shape.frame_stride}" if shape.frame_stride > 1 else ""
+    return f"it has more than {shape.max_frames} frames{stride}, the limit of the video shape (max_frames)"
+
+
+def _upright(frame: VideoFrame, channels: int) -> np.ndarray:
+    """(H, W, C) uint8: the pixels of a frame as it is to be shown."""
+    transparent = any(component.is_alpha for component in frame.format.components) or frame.format.has_palette
+    stored = frame.to_ndarray(format="rgba" if transparent else "rgb24", threads=1)
+    pixels = flatten(Image.fromarray(stored), channels)
+    return np.rot90(pixels, frame.rotation // 90) if frame.rotation % 90 == 0 else pixels
+
+
+def _grid(first: np.ndarray | None, pixels: np.ndarray, shape: VideoShape) -> tuple[int, int]:
+    if first is None:
+        return whole_patches(pixels.shape[0], pixels.shape[1], shape)
+    return first.shape[0] // shape.patch_side, first.shape[1] // shape.patch_side
