@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from xpmir_uform import Bag, BagSampler, BagSource, ContrastiveLoss, Item, PooledHead, UFormEncoder
-from xpmir_uform.losses.base import Encoded
+from xpmir_uform.losses.base import Answers
 from xpmir_uform.model import pack
 from xpmir_uform.reports.tables import table
 from xpmir_uform.trainer.loader import LoadedStep, StepDataset
@@ -64,9 +64,9 @@ def main() -> None:
     losses = [ContrastiveLoss.C().instance()]
     shares = {parts: cut(loaded, parts) for parts in (1, 2, 4, 8)}
 
-    def forward(microbatch: Microbatch) -> Encoded:
+    def forward(microbatch: Microbatch) -> Answers:
         outputs = model(microbatch.packed)
-        return Encoded(outputs.embeddings, outputs.inverse_temperature, outputs.bias)
+        return Answers(*outputs[1:])
 
     def run(parts: int) -> torch.Tensor:
         model.zero_grad()

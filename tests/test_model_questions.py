@@ -120,13 +120,13 @@ def test_heads_read_the_states_that_are_asked_for(model):
 
 
 def test_questions_are_put_in_the_order_of_the_answers():
-    items = [Item.text("ab", choices=b"yn", targets=(0.25, 0.75)), Item(Modality.IMAGE, b"x", 1), Item.text("cd")]
+    offering = Item.text("ab", choices=b"yn", targets=(0.25, 0.75))
     given = [
         Segment(Modality.TEXT, np.array([1, 2], np.int16), (1, 1, 2), answers=True),
         Segment(Modality.IMAGE, np.zeros((2, 3), np.float32), (1, 1, 2), np.array([1]), np.full((1, 3), 5, np.float32)),
         Segment(Modality.TEXT, np.array([1, Slot.MASK], np.int16), (1, 1, 2), np.array([1]), np.array([100])),
     ]
-    questions = Questions.of(given, items)
+    questions = Questions.of(given, [offering])
     assert questions.bytes.tolist() == [100]
     assert questions.patches[Modality.IMAGE].tolist() == [[5, 5, 5]]
     assert (questions.choices.tolist(), questions.choice_offsets.tolist()) == ([121, 110], [0, 2])

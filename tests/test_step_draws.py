@@ -9,7 +9,7 @@ from torch.nn.functional import dropout
 
 from xpmir_uform import Bag, BagSampler, BagSource, Batch, ContrastiveLoss, Item, PooledHead, UFormEncoder, UFormTrainer
 from xpmir_uform.data.decoding import decode
-from xpmir_uform.losses.base import Encoded
+from xpmir_uform.losses.base import Answers, Encoded
 from xpmir_uform.model.packing import pack
 from xpmir_uform.trainer.loader import LoadedStep, StepDataset, sizes
 from xpmir_uform.trainer.step import Engine, Microbatch, Share, exact_step, gather
@@ -55,7 +55,7 @@ def dropping(trainer, masks):
         encoded = trainer.forward(microbatch)
         kept = dropout(torch.ones_like(encoded.embeddings), 0.5)
         masks.append(kept)
-        return Encoded(encoded.embeddings * kept, encoded.inverse_temperature, encoded.bias)
+        return Answers(encoded.embeddings * kept, encoded.inverse_temperature, encoded.bias)
 
     return forward
 

@@ -35,9 +35,12 @@ class Questions:
     targets: Tensor
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], items: Sequence[Item]) -> "Questions":
-        """The questions that the segments of these items put."""
-        answering = [item for item, segment in zip(items, segments, strict=True) if segment.answers]
+    def of(cls, segments: Sequence[Segment], answering: Sequence[Item]) -> "Questions":
+        """The questions that some segments put.
+
+        Args:
+            answering: the items of the segments that have an answer slot, in their order.
+        """
         truths = {
             modality: [s.truth for s in segments if s.modality == modality and s.truth is not None and len(s.truth)]
             for modality in Modality

@@ -1,16 +1,53 @@
 """What every loss takes and gives.
 
-Letters: N items of the global batch, d embedding width, G temperature groups.
+A *joint* loss compares the items of the whole global batch. An *additive* one is a mean over places that each item has
+by itself: it adds up over microbatches.
+
+Letters: N items of the global batch, d embedding width, G temperature groups, n kept tokens of a microbatch, W token
+width, R masked bytes, K masked patches of one modality, P values of one patch, S answer slots.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
 from experimaestro import Config, Param
+from torch import Tensor
 
 from xpmir_uform.data.batch import Batch
 from xpmir_uform.data.fields import default
+from xpmir_uform.data.items import Item
+from xpmir_uform.data.questions import Questions
+from xpmir_uform.data.segments import Segment
+from xpmir_uform.data.vocabulary import Modality
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What the model answers of a microbatch; None where it has no such head.
+
+    Args:
+        embeddings: (n, d) float, of its n items.
+        inverse_temperature: (G,) float, positive.
+        bias: (G,) float.
+        tokens: (k, W) float, unit vectors of the k tokens that are kept, in item order.
+        bytes: (R, 256) float, logits of masked bytes.
+        choices: (S, 256) float, logits of answer slots.
+        patches: (K, P) float of each modality, for masked patches.
+    """
+
+    embeddings: Tensor | None = None
+    inverse_temperature: Tensor | None = None
+    bias: Tensor | None = None
+    tokens: Tensor | None = None
+    bytes: Tensor | None = None
+    choices: Tensor | None = None
+    patches: Mapping[Modality, Tensor] | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that there is."""
+        plain = (self.embeddings, self.inverse_temperature, self.bias, self.tokens, self.bytes, self.choices)
+        return [*(tensor for tensor in plain if tensor is not None), *(self.patches or {}).values()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +60,9 @@ class Encoded:
         bias: (G,) float.
     """
 
-    embeddings: torch.Tensor
-    inverse_temperature: torch.Tensor
-    bias: torch.Tensor
+    embeddings: Tensor
+    inverse_temperature: Tensor
+    bias: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +74,7 @@ class LossValue:
         stats: numbers by name that, like the value, add up over parts of the batch.
     """
 
-    value: torch.Tensor
+    value: Tensor
     stats: dict[str, float] = field(default_factory=dict)
 
 
@@ -55,16 +92,49 @@ class BatchLoss(Config, ABC):
     STATS: tuple[str, ...] = ()
     """The names of its statistics"""
 
+    HEADS: tuple[str, ...] = ()
+    """The fields of the model whose heads it needs"""
+
+    def ask(self, segment: Segment, item: Item, seed: int, step: int) -> Segment:
+        """The segment of a training item with what this loss asks of the model; draws are keyed by seed, step, item."""
+        return segment
+
+
+class JointLoss(BatchLoss):
+    """A loss that compares the items of a global batch with one another."""
+
+    __xpmid__ = "uform.joint-loss"
+
     @abstractmethod
-    def counts(self, batch: Batch, rows: range) -> torch.Tensor:
+    def counts(self, batch: Batch, rows: range) -> Tensor:
         """(k,) float64: the normalisers that the items ``rows`` add to the batch's, known before any forward pass."""
 
     @abstractmethod
-    def compute(self, encoded: Encoded, batch: Batch, rows: range, counts: torch.Tensor) -> LossValue:
+    def compute(self, encoded: Encoded, batch: Batch, rows: range, counts: Tensor) -> LossValue:
         """The part of the unweighted loss that the items ``rows`` add.
 
         Args:
             encoded: all items of the global batch.
             rows: whose anchors are summed.
+            counts: (k,) float64, the sum of :meth:`counts` over the whole batch.
+        """
+
+
+class AdditiveLoss(BatchLoss):
+    """A loss that adds up over the microbatches of a global batch."""
+
+    __xpmid__ = "uform.additive-loss"
+
+    @abstractmethod
+    def counts(self, questions: Questions) -> Tensor:
+        """(k,) float64: the normalisers that a microbatch adds to the batch's."""
+
+    @abstractmethod
+    def compute(self, answers: Answers, questions: Questions, counts: Tensor) -> LossValue:
+        """The part of the unweighted loss that a microbatch adds; 0, with a graph, if it is asked nothing.
+
+        Args:
+            answers: of the model.
+            questions: what it was asked.
             counts: (k,) float64, the sum of :meth:`counts` over the whole batch.
         """

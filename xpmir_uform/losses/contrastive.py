@@ -13,7 +13,7 @@ from uform_kernels import Edges, Normalizers, pair_loss, pair_normalizers
 
 from xpmir_uform.data.batch import Batch
 from xpmir_uform.data.fields import default
-from xpmir_uform.losses.base import BatchLoss, Encoded, LossValue
+from xpmir_uform.losses.base import Encoded, JointLoss, LossValue
 from xpmir_uform.losses.forms import PairForm, SigmoidForm
 
 BACKENDS = ("auto", "reference", "chunked", "triton")
@@ -41,7 +41,7 @@ def edges_of(batch: Batch, rows: range, device: torch.device | str = "cpu") -> t
     return attract, repel, ignore
 
 
-class ContrastiveLoss(BatchLoss):
+class ContrastiveLoss(JointLoss):
     """Draws together what attracts and pushes apart what repels, by cosine."""
 
     __xpmid__ = "uform.contrastive-loss"
@@ -62,6 +62,7 @@ class ContrastiveLoss(BatchLoss):
     """Kernel back end: ``auto``, ``reference``, ``chunked`` or ``triton``"""
 
     NAME = "contrastive"
+    HEADS = ("pooled",)
     STATS = ("attract_loss", "repel_loss", "attract_cosine", "repel_cosine")
 
     def __validate__(self):

@@ -16,8 +16,10 @@ from xpmir_uform.data.batch import Batch
 from xpmir_uform.data.decoding import Shapes, decode
 from xpmir_uform.data.draws import WORD
 from xpmir_uform.data.items import Bag, Item, count_items
+from xpmir_uform.data.questions import Questions
 from xpmir_uform.data.sampling import BagSampler
 from xpmir_uform.data.segments import Segment
+from xpmir_uform.losses.base import BatchLoss
 from xpmir_uform.model.encoding import most_tokens
 
 PR_SET_PDEATHSIG = 1
@@ -33,7 +35,7 @@ class LoadedStep:
         batch: all its items, rank after rank, and their edges.
         shares: the items of each rank.
         bags: the bags of this rank.
-        segments: the decoded items of this rank, in the batch's order.
+        segments: the decoded items of this rank, in the batch's order, with what the losses ask of each.
     """
 
     number: int
@@ -47,6 +49,12 @@ class LoadedStep:
         start = self.bags[0].items.start
         return [self.segments[number - start] for number in numbers]
 
+    def questions(self, numbers: Sequence[int]) -> Questions:
+        """What is asked of some of this rank's items."""
+        segments = self.collect(numbers)
+        asked = zip(numbers, segments, strict=True)
+        return Questions.of(segments, [self.batch.item(number) for number, segment in asked if segment.answers])
+
 
 class StepDataset(Dataset):
     """Step t by its number.
@@ -55,7 +63,8 @@ class StepDataset(Dataset):
         sampler: whose bags of step t are a function of (seed, t).
         batch_size: bags of a global batch.
         shapes: how each modality is decoded.
-        augmentation: what is done to pictures.
+        losses: what is asked of each item.
+        augmentation: what is done to each item.
         rank, ranks: this one, and how many there are.
     """
 
@@ -64,6 +73,7 @@ class StepDataset(Dataset):
         sampler: BagSampler,
         batch_size: int,
         shapes: Shapes,
+        losses: Sequence[BatchLoss] = (),
         augmentation: Augmentation | None = None,
         rank: int = 0,
         ranks: int = 1,
@@ -71,6 +81,7 @@ class StepDataset(Dataset):
         self.sampler = sampler
         self.batch_size = batch_size
         self.shapes = shapes
+        self.losses = losses
         self.augmentation = augmentation
         self.rank = rank
         self.ranks = ranks
@@ -85,10 +96,15 @@ class StepDataset(Dataset):
         return LoadedStep(number, batch, shares, sizes(mine, segments, shares[self.rank].start), segments)
 
     def segment(self, item: Item, number: int) -> Segment:
-        """The decoded item as step ``number`` sees it."""
+        """The decoded item as step ``number`` sees it, with what the losses ask of it."""
+        seed = self.sampler.seed
         if self.augmentation is None:
-            return decode(item, self.shapes)
-        return self.augmentation.decode(item, self.shapes, self.sampler.seed, number)
+            segment = decode(item, self.shapes)
+        else:
+            segment = self.augmentation.decode(item, self.shapes, seed, number)
+        for loss in self.losses:
+            segment = loss.ask(segment, item, seed, number)
+        return segment
 
 
 def share_out(bags: Sequence[Bag], ranks: int, shapes: Shapes) -> list[list[Bag]]:
@@ -103,7 +119,7 @@ def sizes(bags: Sequence[Bag], segments: Sequence[Segment], first: int) -> list[
     return [
         BagSize(
             items=range(first + start, first + stop),
-            lengths=tuple(segment.tokens for segment in segments[start:stop]),
+            lengths=tuple(segment.tokens + segment.answers for segment in segments[start:stop]),
             key=bag.items[0].key,
             choices=sum(len(item.choices) for item in bag.items),
         )

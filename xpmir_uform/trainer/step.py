@@ -1,35 +1,40 @@
 """One optimizer step over a global batch, whatever its microbatches and ranks.
 
-The loss needs every embedding of the batch; memory holds the graph of one microbatch, and a rank holds its own items.
-So:
+A joint loss needs every embedding of the batch; memory holds the graph of one microbatch, and a rank holds its own
+items. So:
 
 1. the normalisers of the losses are counted, before any forward pass, and summed over the ranks;
 2. embeddings are made without graph, microbatch by microbatch; the last one keeps its graph, so that a batch of one
    microbatch is run once;
 3. embeddings are gathered; each rank computes the loss rows of its own items against all columns; the gradients
    return to the owners of the items by one sum;
-4. each microbatch runs again to carry its gradients to the parameters, whose gradients are then summed over the ranks.
+4. each microbatch runs again to carry its gradients to the parameters, and the additive losses join there; then the
+   parameters' gradients are summed over the ranks.
 
 Steps 2 to 4 on one device are GradCache (Gao et al., "Scaling deep contrastive learning batch size under memory limited
-setup", RepL4NLP 2021, section 3.2).
+setup", RepL4NLP 2021, section 3.2). Without a joint loss there is no step 2 and 3.
 
 Letters: N items of the batch, n items of a microbatch, d embedding width, G temperature groups.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from xpmir_uform.batching.probing import is_out_of_memory
 from xpmir_uform.data.batch import Batch
-from xpmir_uform.losses.base import BatchLoss, Encoded, LossValue
+from xpmir_uform.data.questions import Questions
+from xpmir_uform.losses.base import AdditiveLoss, Answers, BatchLoss, Encoded, JointLoss, LossValue
 from xpmir_uform.model import Packed
 from xpmir_uform.trainer.ranks import Ranks
 
 T = TypeVar("T")
+Values = dict[str, LossValue]
+"""Losses by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +44,13 @@ class Microbatch:
     Args:
         packed: its n items, ready for the model.
         numbers: (n,) int64, the number of each item in the global batch.
+        questions: what the model is asked about them.
         seed: of the draws that a forward pass takes from torch's generator, the same in both passes.
     """
 
     packed: Packed
-    numbers: torch.Tensor
+    numbers: Tensor
+    questions: Questions = field(default_factory=lambda: Questions.of([], []))
     seed: int = 0
 
 
@@ -74,15 +81,49 @@ class Engine:
         backward: adds the gradient of a scalar to the parameters.
         ranks: who takes part.
         unsynchronised: within it a backward pass keeps its gradients to this rank.
+        watch: entered with the name of a part of the step (forward, loss, backward) around it, to time it.
     """
 
-    forward: Callable[[Microbatch], Encoded]
-    backward: Callable[[torch.Tensor], None]
+    forward: Callable[[Microbatch], Answers]
+    backward: Callable[[Tensor], None]
     ranks: Ranks = field(default_factory=Ranks)
     unsynchronised: Callable[[], AbstractContextManager] = nullcontext
+    watch: Callable[[str], AbstractContextManager] = nullcontext
+
+    def run(self, microbatch: Microbatch) -> Answers:
+        """The forward pass, watched."""
+        with self.watch("forward"):
+            return self.forward(microbatch)
+
+    def carry(self, value: Tensor) -> None:
+        """The backward pass, watched."""
+        with self.watch("backward"):
+            self.backward(value)
 
 
-def exact_step(engine: Engine, share: Share, losses: Sequence[BatchLoss]) -> dict[str, LossValue]:
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """The losses of a step, each with its normalisers over the whole batch."""
+
+    joint: Sequence[tuple[JointLoss, Tensor]]
+    additive: Sequence[tuple[AdditiveLoss, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """The gradient of the joint losses' weighted sum.
+
+    Args:
+        embeddings: (n, d), of this rank's items; None, like the others: there is no joint loss.
+        inverse_temperature, bias: (G,), this rank's part.
+    """
+
+    embeddings: Tensor | None = None
+    inverse_temperature: Tensor | None = None
+    bias: Tensor | None = None
+
+
+def exact_step(engine: Engine, share: Share, losses: Sequence[BatchLoss]) -> Values:
     """Adds the gradient of the objective over the whole global batch to the parameters.
 
     Returns:
@@ -91,110 +132,172 @@ def exact_step(engine: Engine, share: Share, losses: Sequence[BatchLoss]) -> dic
     Raises:
         RuntimeError: memory ran out, on every rank if on one; the parameters' gradients are then undefined.
     """
-    counts = count(engine.ranks, share, losses)
+    counted = count(engine.ranks, share, losses)
+    values, gradient = nothing(losses), Gradient()
+    answers: list[Answers] | None = None
+    failure: RuntimeError | None = None
     with engine.unsynchronised():
-        outputs, failure = attempt(engine.ranks, lambda: embed(engine, share.microbatches))
-        encoded = gather(engine, share, outputs)
-        found, lost = attempt(engine.ranks, lambda: differentiate(engine.ranks, share, losses, encoded, counts))
-        values, gradient = found or nothing(losses, encoded)
-        own = engine.ranks.scatter_sum(gradient.embeddings, share.shares)
-        failure = failure or lost
-        if outputs is not None and failure is None:
-            _, failure = attempt(engine.ranks, lambda: propagate(engine, share, outputs, own, gradient))
+        if counted.joint:
+            answers, failure = attempt(engine.ranks, lambda: embed(engine, share.microbatches))
+            found, gradient, lost = compare(engine, share, counted, answers)
+            values, failure = values | found, failure or lost
+        if failure is None:
+            added, failure = attempt(engine.ranks, lambda: propagate(engine, share, counted, answers, gradient))
+            values |= added or {}
     values = agree(engine.ranks, values, failure)
     if share.closing is not None:
-        engine.backward(surrogate(engine.forward(share.closing), None, gradient))
+        answer = engine.run(share.closing)
+        engine.carry(surrogate(answer, None, gradient) + added_loss(answer, share.closing, counted)[0])
     return values
 
 
-def count(ranks: Ranks, share: Share, losses: Sequence[BatchLoss]) -> list[torch.Tensor]:
+def count(ranks: Ranks, share: Share, losses: Sequence[BatchLoss]) -> Counted:
     """Phase 1: the global normalisers of every loss."""
-    parts = [loss.counts(share.batch, share.shares[ranks.rank]) for loss in losses]
-    return list(ranks.total(torch.cat(parts)).split([len(part) for part in parts]))
+    rows = share.shares[ranks.rank]
+    asked = [part.questions for part in (*share.microbatches, share.closing) if part is not None]
+    joint = [loss for loss in losses if isinstance(loss, JointLoss)]
+    additive = [loss for loss in losses if isinstance(loss, AdditiveLoss)]
+    parts = [loss.counts(share.batch, rows) for loss in joint]
+    parts += [torch.stack([loss.counts(questions) for questions in asked]).sum(dim=0) for loss in additive]
+    totals = ranks.total(torch.cat(parts)).split([len(part) for part in parts])
+    return Counted(
+        list(zip(joint, totals[: len(joint)], strict=True)), list(zip(additive, totals[len(joint) :], strict=True))
+    )
 
 
-def embed(engine: Engine, microbatches: Sequence[Microbatch]) -> list[Encoded]:
-    """Phase 2: what the model makes of every microbatch; only the last has a graph."""
+def embed(engine: Engine, microbatches: Sequence[Microbatch]) -> list[Answers]:
+    """Phase 2: what the joint losses need of every microbatch; only the last has a graph."""
     with torch.no_grad():
-        outputs = [engine.forward(microbatch) for microbatch in microbatches[:-1]]
-    return [*outputs, *(engine.forward(microbatch) for microbatch in microbatches[-1:])]
+        answers = [lasting(engine.run(microbatch)) for microbatch in microbatches[:-1]]
+    return [*answers, *(engine.run(microbatch) for microbatch in microbatches[-1:])]
 
 
-def gather(engine: Engine, share: Share, outputs: Sequence[Encoded] | None) -> Encoded:
+def lasting(answers: Answers) -> Answers:
+    """What is kept from the first pass to the second: not what additive losses read."""
+    return replace(answers, bytes=None, choices=None, patches=None)
+
+
+def compare(
+    engine: Engine, share: Share, counted: Counted, answers: Sequence[Answers] | None
+) -> tuple[Values, Gradient, RuntimeError | None]:
+    """Phase 3: this rank's part of the joint losses and the gradient of its own items, or how memory ran out."""
+    with engine.watch("loss"):
+        encoded = gather(engine, share, answers)
+        found, failure = attempt(engine.ranks, lambda: differentiate(engine.ranks, share, counted, encoded))
+        values, leaves = found or ({}, Encoded(*map(torch.zeros_like, leaves_of(encoded))))
+        own = engine.ranks.scatter_sum(leaves.embeddings, share.shares)
+    return values, Gradient(own, leaves.inverse_temperature, leaves.bias), failure
+
+
+def gather(engine: Engine, share: Share, answers: Sequence[Answers] | None) -> Encoded:
     """Phase 3: the detached embeddings of all ranks, with temperature and bias: the leaves of the loss.
 
     A rank whose memory ran out sends zeros: what comes of them is thrown away by :func:`agree`.
     """
     mine = share.shares[engine.ranks.rank]
-    last = outputs[-1] if outputs else without_items(engine, share)
-    rows = last.embeddings.new_zeros((len(mine), last.embeddings.shape[1]))
-    if outputs:
+    last = answers[-1] if answers else without_items(engine, share)
+    embeddings, inverse_temperature, bias = leaves_of(last)
+    rows = embeddings.new_zeros((len(mine), embeddings.shape[1]))
+    if answers:
         numbers = torch.cat([microbatch.numbers for microbatch in share.microbatches]).to(rows.device)
-        rows[numbers - mine.start] = torch.cat([output.embeddings.detach() for output in outputs])
-    leaves = engine.ranks.gather(rows, share.shares), last.inverse_temperature.detach(), last.bias.detach()
+        rows[numbers - mine.start] = torch.cat([leaves_of(answer)[0].detach() for answer in answers])
+    leaves = engine.ranks.gather(rows, share.shares), inverse_temperature.detach(), bias.detach()
     return Encoded(*(leaf.clone().requires_grad_() for leaf in leaves))
 
 
-def without_items(engine: Engine, share: Share) -> Encoded:
+def leaves_of(answers: Answers | Encoded) -> tuple[Tensor, Tensor, Tensor]:
+    """Embeddings, temperature and bias, which every model with a pooled head has."""
+    embeddings, inverse_temperature, bias = answers.embeddings, answers.inverse_temperature, answers.bias
+    assert embeddings is not None
+    assert inverse_temperature is not None
+    assert bias is not None
+    return embeddings, inverse_temperature, bias
+
+
+def without_items(engine: Engine, share: Share) -> Answers:
     """Temperature, bias and the width of embeddings, on a rank that has no output."""
     assert share.closing is not None
     with torch.no_grad():
         return engine.forward(share.closing)
 
 
-def differentiate(
-    ranks: Ranks, share: Share, losses: Sequence[BatchLoss], encoded: Encoded, counts: Sequence[torch.Tensor]
-) -> tuple[dict[str, LossValue], Encoded]:
-    """Phase 3: this rank's part of every loss, by its name, and the gradient of their sum with respect to each leaf."""
+def differentiate(ranks: Ranks, share: Share, counted: Counted, encoded: Encoded) -> tuple[Values, Encoded]:
+    """Phase 3: this rank's part of every joint loss, and the gradient of their sum with respect to each leaf."""
     rows = share.shares[ranks.rank]
-    values = {
-        loss.NAME: loss.compute(encoded, share.batch, rows, normalizers)
-        for loss, normalizers in zip(losses, counts, strict=True)
-    }
-    total = torch.stack([loss.weight * values[loss.NAME].value for loss in losses]).sum()
-    leaves = (encoded.embeddings, encoded.inverse_temperature, encoded.bias)
+    values = {loss.NAME: loss.compute(encoded, share.batch, rows, counts) for loss, counts in counted.joint}
+    total = torch.stack([loss.weight * values[loss.NAME].value for loss, _ in counted.joint]).sum()
+    leaves = leaves_of(encoded)
     found = torch.autograd.grad(total, leaves, allow_unused=True)
     gradients = (torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, found, strict=True))
     return values, Encoded(*gradients)
 
 
-def nothing(losses: Sequence[BatchLoss], encoded: Encoded) -> tuple[dict[str, LossValue], Encoded]:
-    """What :func:`differentiate` would answer of no loss at all: what a rank whose memory ran out goes on with."""
-    zero = torch.zeros((), device=encoded.embeddings.device)
-    values = {loss.NAME: LossValue(zero, dict.fromkeys(loss.STATS, 0.0)) for loss in losses}
-    return values, Encoded(*map(torch.zeros_like, (encoded.embeddings, encoded.inverse_temperature, encoded.bias)))
+def propagate(
+    engine: Engine, share: Share, counted: Counted, answers: Sequence[Answers] | None, gradient: Gradient
+) -> Values:
+    """Phase 4: carries the gradients to the parameters; the additive losses, this rank's part.
 
-
-def propagate(engine: Engine, share: Share, outputs: Sequence[Encoded], own: torch.Tensor, gradient: Encoded) -> None:
-    """Phase 4: carries the gradients to the parameters, first through the graph that was kept.
-
-    Args:
-        own: (n, d), the gradient of this rank's embeddings.
+    A single rank carries those of temperature and bias with its first microbatch.
     """
     start = share.shares[engine.ranks.rank].start
+    scale = gradient if share.closing is None else None
+    values: list[Values] = []
+    for microbatch, answer in graphs(engine, share.microbatches, answers or []):
+        own = gradient.embeddings
+        rows = None if own is None else own[microbatch.numbers.to(own.device) - start]
+        added, found = added_loss(answer, microbatch, counted)
+        engine.carry(surrogate(answer, rows, scale) + added)
+        values.append(found)
+        scale = None
+    return {loss.NAME: total([found[loss.NAME] for found in values]) for loss, _ in counted.additive if values}
 
-    def rows(microbatch: Microbatch) -> torch.Tensor:
-        return own[microbatch.numbers.to(own.device) - start]
 
-    for microbatch, output in zip(share.microbatches[-1:], outputs[-1:], strict=True):
-        engine.backward(surrogate(output, rows(microbatch), gradient if share.closing is None else None))
-    for microbatch in share.microbatches[:-1]:
-        engine.backward(surrogate(engine.forward(microbatch), rows(microbatch), None))
+def graphs(
+    engine: Engine, microbatches: Sequence[Microbatch], answers: Sequence[Answers]
+) -> Iterator[tuple[Microbatch, Answers]]:
+    """Every microbatch with a graph of its answers, first that which was kept, if any."""
+    kept = len(answers[-1:])
+    yield from zip(microbatches[len(microbatches) - kept :], answers[-1:], strict=True)
+    for microbatch in microbatches[: len(microbatches) - kept]:
+        yield microbatch, engine.run(microbatch)
 
 
-def surrogate(output: Encoded, rows: torch.Tensor | None, scale: Encoded | None) -> torch.Tensor:
-    """A scalar whose gradient with respect to the parameters is a microbatch's share of the objective's.
+def surrogate(answers: Answers, rows: Tensor | None, scale: Gradient | None) -> Tensor:
+    """A scalar whose gradient with respect to the parameters is a microbatch's share of the joint losses'.
+
+    Every answer takes part, with no weight if need be, so that each parameter that runs has a gradient, on every rank
+    alike.
 
     Args:
-        output: of the microbatch.
+        answers: of the microbatch.
         rows: (n, d), the gradient of its embeddings; None: they have no weight.
         scale: the gradient of temperature and bias, which belong to the whole batch: one pass alone carries them.
     """
-    value = (output.embeddings * (0.0 if rows is None else rows)).sum()
-    if scale is not None:
-        value = value + (output.inverse_temperature * scale.inverse_temperature).sum()
-        value = value + (output.bias * scale.bias).sum()
-    return value
+    parts = [tensor * 0.0 for tensor in answers.tensors()]
+    if rows is not None:
+        parts.append(leaves_of(answers)[0] * rows)
+    if scale is not None and scale.inverse_temperature is not None and scale.bias is not None:
+        _, inverse_temperature, bias = leaves_of(answers)
+        parts += [inverse_temperature * scale.inverse_temperature, bias * scale.bias]
+    return sum((part.sum() for part in parts), torch.zeros(()))
+
+
+def added_loss(answers: Answers, microbatch: Microbatch, counted: Counted) -> tuple[Tensor, Values]:
+    """What a microbatch adds to the objective by additive losses, and the part of each."""
+    values = {loss.NAME: loss.compute(answers, microbatch.questions, counts) for loss, counts in counted.additive}
+    parts = [loss.weight * values[loss.NAME].value for loss, _ in counted.additive]
+    return torch.stack(parts).sum() if parts else torch.zeros(()), values
+
+
+def total(parts: Sequence[LossValue]) -> LossValue:
+    """The sum of parts of one loss, without its graph."""
+    value = torch.stack([part.value.detach() for part in parts]).sum()
+    return LossValue(value, {key: sum(part.stats[key] for part in parts) for key in parts[0].stats})
+
+
+def nothing(losses: Sequence[BatchLoss]) -> Values:
+    """The part of a rank that computes no loss."""
+    return {loss.NAME: LossValue(torch.zeros(()), dict.fromkeys(loss.STATS, 0.0)) for loss in losses}
 
 
 def attempt(ranks: Ranks, work: Callable[[], T]) -> tuple[T | None, RuntimeError | None]:
@@ -207,13 +310,12 @@ def attempt(ranks: Ranks, work: Callable[[], T]) -> tuple[T | None, RuntimeError
         return None, error
 
 
-def agree(ranks: Ranks, values: dict[str, LossValue], failure: RuntimeError | None) -> dict[str, LossValue]:
+def agree(ranks: Ranks, values: Values, failure: RuntimeError | None) -> Values:
     """The losses summed over the ranks, unless memory ran out on one of them: then every rank raises."""
     numbers = [float(failure is not None)]
     for value in values.values():
         numbers += [value.value.item(), *value.stats.values()]
-    device = next(iter(values.values())).value.device
-    failed, *totals = ranks.total(torch.tensor(numbers, dtype=torch.float64, device=device)).tolist()
+    failed, *totals = ranks.total(torch.tensor(numbers, dtype=torch.float64)).tolist()
     if failed:
         raise failure or RuntimeError("CUDA out of memory. It happened on another rank.")
     remaining = iter(totals)

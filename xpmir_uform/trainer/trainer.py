@@ -1,7 +1,8 @@
 """The trainer: what one step of training does, for any learner of xpm-torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,12 +20,51 @@ from xpmir_uform.data.augmentation import Augmentation
 from xpmir_uform.data.draws import Purpose, generator
 from xpmir_uform.data.fields import default
 from xpmir_uform.data.segments import blank_text
-from xpmir_uform.losses.base import BatchLoss, Encoded
+from xpmir_uform.losses.base import Answers, BatchLoss, LossValue
 from xpmir_uform.model import pack
 from xpmir_uform.trainer.loader import LoadedStep, StepDataset, iterate_steps
 from xpmir_uform.trainer.ranks import Ranks
 from xpmir_uform.trainer.step import Engine, Microbatch, Share, exact_step
 from xpmir_uform.trainer.temperature import TemperatureClamp
+from xpmir_uform.trainer.watch import Watch
+
+
+def check_heads(losses: Sequence[BatchLoss], model: Any) -> None:
+    """Refuses losses that need a head which the model lacks.
+
+    Args:
+        model: a ``UFormEncoder``, or its configuration.
+
+    Raises:
+        ValueError: naming the loss and the head.
+    """
+    for loss in losses:
+        for head in loss.HEADS:
+            if getattr(model, head, True) is None:
+                raise ValueError(
+                    f"{type(loss).__name__} needs the head {head!r} and the model has none: give the model {head}=..."
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What a step did.
+
+    Args:
+        values: every loss over the whole batch.
+        seconds: spent in the forward passes, the joint losses and the backward passes.
+        microbatches: of this rank.
+        items: of the whole batch.
+        bytes: of their contents.
+        tokens: of this rank's items, answer slots among them.
+    """
+
+    values: Mapping[str, LossValue]
+    seconds: Mapping[str, float]
+    microbatches: int
+    items: int
+    bytes: int
+    tokens: int
 
 
 class UFormTrainer(LossTrainer):
@@ -56,12 +96,20 @@ class UFormTrainer(LossTrainer):
     def initialize(self, random: np.random.RandomState, context: TrainerContext) -> None:
         """Builds the model and the data set; all draws are keyed by a seed taken from ``random``."""
         super().initialize(random, context)
+        check_heads(self.losses, self.model)
         self.model.initialize()
         context.add_hook(TemperatureClamp.C().instance())
         self.ranks = Ranks(context.fabric.global_rank, context.fabric.world_size, context.fabric.device)
         self.dataset = StepDataset(
-            self.sampler, self.batch_size, self.model.shapes, self.augmentation, self.ranks.rank, self.ranks.count
+            self.sampler,
+            self.batch_size,
+            self.model.shapes,
+            self.losses,
+            self.augmentation,
+            self.ranks.rank,
+            self.ranks.count,
         )
+        self.last: StepReport | None = None
 
     def pre_train_setup(self, fabric) -> None:
         """Lets the batcher measure the model before it is wrapped."""
@@ -72,8 +120,8 @@ class UFormTrainer(LossTrainer):
         """One forward and backward pass over texts of these lengths, on the model as it is now."""
         packed = pack([blank_text(length) for length in lengths]).to(self.model.device)
         with self.context.fabric.autocast():
-            embeddings = self.model(packed).embeddings
-        embeddings.sum().backward()
+            answers = Answers(*self.model(packed)[1:])
+        torch.stack([tensor.sum() for tensor in answers.tensors()]).sum().backward()
 
     def iter_batches(self) -> Iterator[LoadedStep]:
         """The global batches from the context's step on: resuming is setting that integer."""
@@ -103,7 +151,17 @@ class UFormTrainer(LossTrainer):
             [self.microbatch(loaded, bags) for bags in parts if bags],
             closing=Microbatch(pack([blank_text(1)]), torch.zeros(0, dtype=torch.int64)) if several else None,
         )
-        values = exact_step(Engine(self.forward, self.backward, self.ranks, self.unsynchronised), share, self.losses)
+        watch = Watch(self.model.device)
+        engine = Engine(self.forward, self.backward, self.ranks, self.unsynchronised, watch)
+        values = exact_step(engine, share, self.losses)
+        self.last = StepReport(
+            values,
+            watch.seconds(),
+            microbatches=len(share.microbatches),
+            items=len(loaded.batch),
+            bytes=len(loaded.batch.contents.data),
+            tokens=sum(sum(bag.lengths) for bag in loaded.bags),
+        )
         for name, value in values.items():
             self.context.add_metric(ScalarMetric(name, value.value.item(), len(loaded.batch)))
             for key, number in value.stats.items():
@@ -113,13 +171,18 @@ class UFormTrainer(LossTrainer):
         """Some bags of this rank, ready for the model."""
         numbers = [number for bag in bags for number in bag.items]
         draw = generator(self.sampler.seed, Purpose.DROPOUT, loaded.number, bags[0].key)
-        return Microbatch(pack(loaded.collect(numbers)), torch.tensor(numbers), int(draw.integers(2**63)))
+        return Microbatch(
+            pack(loaded.collect(numbers)),
+            torch.tensor(numbers),
+            loaded.questions(numbers),
+            int(draw.integers(2**63)),
+        )
 
-    def forward(self, microbatch: Microbatch) -> Encoded:
+    def forward(self, microbatch: Microbatch) -> Answers:
         """The model, wrapped by Fabric, on one microbatch; what it draws from torch's generator is keyed."""
         torch.manual_seed(microbatch.seed)
         outputs = self._fabric_model(microbatch.packed.to(self.model.device))
-        return Encoded(outputs.embeddings, outputs.inverse_temperature, outputs.bias)
+        return Answers(*outputs[1:])
 
     def backward(self, value: torch.Tensor) -> None:
         """Adds a gradient; the factor undoes the mean that data-parallel strategies take over ranks."""
