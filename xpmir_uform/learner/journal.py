@@ -112,6 +112,10 @@ class Journal:
         """Drops the entries of later steps, and a torn last line."""
         return self._attempt(lambda: self._rewind(step))
 
+    def keep(self, wanted: Callable[[Entry], bool]) -> bool:
+        """Drops the entries that are not wanted, of a journal of one part."""
+        return self._attempt(lambda: self._keep(wanted))
+
     def close(self) -> None:
         """Ends the writing; an entry that is added later begins it again."""
         if self._descriptor is not None:
@@ -163,6 +167,15 @@ class Journal:
                 os.truncate(part, sum(map(len, lines[:kept])))
                 return
             part.unlink()
+
+    def _keep(self, wanted: Callable[[Entry], bool]) -> None:
+        self.close()
+        content = self.path.read_bytes() if self.path.exists() else b""
+        kept = b"".join(encode(entry) for entry in read(self.path) if wanted(entry))
+        if kept != content:
+            aside = self.path.with_name(f".{self.path.name}.part")
+            aside.write_bytes(kept)
+            os.replace(aside, self.path)
 
 
 def _ends_by(line: bytes, step: int) -> bool:

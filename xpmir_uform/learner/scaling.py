@@ -1,25 +1,73 @@
-"""The optimizers of a run as one."""
+"""The optimizers of a run as one: one scale, one verdict, one norm, for all of their groups."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+from time import perf_counter
+
+import torch
 from xpm_torch.optim import GradientHook, ScheduledOptimizer
 
+from xpmir_uform.learner import guard
 from xpmir_uform.learner.context import UFormContext
 
 
 class Optimizers(ScheduledOptimizer):
-    """Steps all optimizers under one scale of their gradients.
+    """Steps all optimizers, or none of them when the loss or the gradient is not finite.
 
     Fabric updates the scale of ``16-mixed`` after each optimizer: the second one would then be unscaled by another
-    factor than its gradients were scaled by. Gradient hooks see scaled gradients, as in the stock learner; clipping by
-    Fabric unscales them first.
+    factor than its gradients were scaled by; and each is skipped by itself. Gradient hooks see unscaled, finite
+    gradients.
+
+    Attributes:
+        clip_norm: the norm over the gradients of all optimizers that is clipped to; 0: none is.
+        losses: of the step to make, the same on every rank.
+        outcome: of the last step.
     """
 
+    clip_norm = 0.0
+    losses: Mapping[str, float] = {}
+    outcome = guard.Outcome()
+
     def optimizer_step(self, context: UFormContext) -> None:
-        """One step of every optimizer."""
-        if context.scaler is None:
-            super().optimizer_step(context)
-            return
-        for hook in self.context.hooks(GradientHook):
-            hook(self)
-        for optimizer in self.optimizers:
-            context.scaler.step(getattr(optimizer, "optimizer", optimizer))
-        context.scaler.update()
+        """One step of every optimizer, or of none."""
+        start = perf_counter()
+        optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in self.optimizers]
+        scaler = context.scaler
+        if scaler is not None:
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+        outcome = guard.judge(
+            tuple(self.losses.values()),
+            guard.parameters_of(optimizers),
+            None if scaler is None else scaler.get_scale(),
+        )
+        if not outcome.skipped:
+            outcome = self._step(context, optimizers, outcome)
+        if scaler is not None:
+            scaler.update()
+        self.outcome = replace(outcome, rates=rates(optimizers), seconds=perf_counter() - start)
+
+    def _step(
+        self, context: UFormContext, optimizers: list[torch.optim.Optimizer], outcome: guard.Outcome
+    ) -> guard.Outcome:
+        """Hooks, clipping, and the step of each optimizer, whose gradients are unscaled and finite."""
+        parameters = guard.parameters_of(optimizers)
+        hooks = self.context.hooks(GradientHook)
+        if hooks:
+            with guard.unscaled(context.fabric.strategy.precision):
+                for hook in hooks:
+                    hook(self)
+        norm = guard.gradient_norm(parameters) if hooks else outcome.before
+        after = guard.clip(parameters, norm, self.clip_norm)
+        for optimizer in optimizers:
+            optimizer.step()
+        return replace(outcome, clipped=after < outcome.before, after=after)
+
+
+def rates(optimizers: list[torch.optim.Optimizer]) -> dict[str, float]:
+    """The learning rate of each ``optimizer/group``, both counted from 1, before the schedule moves it on."""
+    return {
+        f"{number}/{place}": float(group["lr"])
+        for number, optimizer in enumerate(optimizers, 1)
+        for place, group in enumerate(optimizer.param_groups, 1)
+    }
