@@ -33,12 +33,8 @@ MISSING_PART, MISSING_SECONDS = 0.1, 0.25
 """A file that ends earlier than its header says by more than both is truncated; by less, the duration of the last frame
 may be unknown."""
 
-_OPTIONS = {
-    "format_whitelist": ",".join(FORMATS),
-    "protocol_whitelist": "",
-    "max_pixels": str(PIXEL_LIMIT),
-    "threads": "1",
-}
+_CODEC = {"max_pixels": str(PIXEL_LIMIT), "threads": "1"}
+_FILE = {"format_whitelist": ",".join(FORMATS), "protocol_whitelist": "", **_CODEC}
 
 # The errors of FFmpeg, and what PyAV raises for a damaged file.
 _DAMAGE = (av.FFmpegError, OSError, EOFError, ValueError, ArithmeticError, LookupError, RuntimeError)
@@ -94,7 +90,7 @@ def frames(container: InputContainer, stream: Any) -> Iterator[Any]:
 
 def _opened(content: bytes) -> InputContainer:
     try:
-        return av.open(BytesIO(content), "r", metadata_errors="replace", options=_OPTIONS)
+        return av.open(BytesIO(content), "r", metadata_errors="replace", options=_FILE)
     except _DAMAGE as error:
         known = ", ".join(FORMATS)
         raise ValueError(f"it is no file of a known format ({known}), or only the beginning of one") from error
@@ -106,11 +102,12 @@ def _stream(container: InputContainer, kind: str) -> Any:
             if stream.codec_context is None:
                 raise ValueError(f"its {kind} stream is coded in a way that is not known")
             stream.thread_type = "NONE"
-            stream.codec_context.thread_count = 1
+            stream.codec_context.options = _CODEC
             return stream
     raise ValueError(f"it has no {kind} stream")
 
 
 def _reason(error: BaseException) -> str:
-    # FFmpeg's errors are a number, a text, and the name of a function or of the file that it was not given.
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+    if isinstance(error, av.FFmpegError):
+        return f"FFmpeg says {error.strerror!r}: it is damaged, or has frames of more than {PIXEL_LIMIT} pixels"
+    return str(error) or type(error).__name__

@@ -3,13 +3,11 @@
 F frames that are kept, H rows and W columns of pixels, C channels, T tubes (tokens), P values of one tube.
 """
 
-from typing import Any
-
 import numpy as np
 from av import VideoFrame
 from PIL import Image
 
-from xpmir_uform.data.decoding.image import MIDDLE, PIXEL_LIMIT, resize, whole_patches
+from xpmir_uform.data.decoding.image import MIDDLE, resize, whole_patches
 from xpmir_uform.data.decoding.media import frames, reading
 from xpmir_uform.data.decoding.pixels import flatten
 from xpmir_uform.data.items import Item
@@ -37,7 +35,8 @@ def open_video(item: Item, shape: VideoShape) -> np.ndarray:
         UnreadableItem: as in :func:`decode`.
     """
     with reading(item, "video") as (container, stream):
-        _check_declared(stream, shape)
+        if stream.frames > shape.max_frames * shape.frame_stride:
+            raise ValueError(_too_long(shape))
         kept: list[np.ndarray] = []
         for number, frame in enumerate(frames(container, stream)):
             if number % shape.frame_stride:
@@ -78,14 +77,6 @@ def tubes(pixels: np.ndarray, shape: VideoShape) -> Segment:
     cut = filled.reshape(layers, depth, rows, side, columns, side, channels).transpose(0, 2, 4, 1, 3, 5, 6)
     values = cut.reshape(layers * rows * columns, -1).astype(np.float32) / MIDDLE - 1
     return Segment(Modality.VIDEO, values, (layers, rows, columns))
-
-
-def _check_declared(stream: Any, shape: VideoShape) -> None:
-    width, height = stream.width, stream.height
-    if width * height > PIXEL_LIMIT:
-        raise ValueError(f"it declares frames of {width} x {height} pixels, more than the limit of {PIXEL_LIMIT}")
-    if stream.frames > shape.max_frames * shape.frame_stride:
-        raise ValueError(_too_long(shape))
 
 
 def _too_long(shape: VideoShape) -> str:
