@@ -215,7 +215,7 @@ def run_ranks(world: int, work: Callable[[int, Path], object], folder: Path) -> 
 
 def weights(folder: Path, checkpoint: str = "last") -> torch.Tensor:
     """All weights of a checkpoint, flat, in float64."""
-    tensors = load_file(job(folder) / "checkpoints" / checkpoint / "model" / "model.safetensors")
+    tensors = load_file(job(folder) / "checkpoints" / checkpoint / "model.safetensors")
     return torch.cat([tensors[name].flatten().double() for name in sorted(tensors)])
 
 

@@ -12,6 +12,7 @@ from xpmir_uform import (
     Augmentation,
     BagSampler,
     BalancedForm,
+    Checkpoint,
     ContrastiveLoss,
     CosineSchedule,
     EmojiBags,
@@ -109,6 +110,7 @@ META = {
     "strategy": {"fabric": {"strategy": "ddp"}},
     "accelerator": {"fabric": {"accelerator": "cpu"}},
     "checkpoints": {"checkpoint_interval": 3, "checkpoint_steps": 7, "keep": 5},
+    "leaving": {"force_resume": "why not", "time_margin": 1.0, "rank_timeout": 5.0},
     "back end": {"loss": lambda: ContrastiveLoss.C(backend="reference")},
     "the default form, given": {"loss": lambda: ContrastiveLoss.C(form=SigmoidForm.C())},
 }
@@ -121,6 +123,7 @@ PARAM = {
     "batch size": {"trainer": {"batch_size": 95}},
     "precision": {"fabric": {"precision": "bf16-mixed"}},
     "epochs": {"max_epochs": 11},
+    "beginning": {"resume_from": lambda: Checkpoint.C(path=Path("/tmp"), sha256="0" * 64)},
 }
 
 

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import lightning as L
 import torch
 from lightning.fabric.plugins import MixedPrecision
-from safetensors.torch import load_file, save_file
 from xpm_torch.context import Context
 
 from xpmir_uform.learner.context import UFormContext
+from xpmir_uform.learner.fit import Subject
 from xpmir_uform.learner.scaling import Optimizers
 
 
@@ -56,24 +56,14 @@ def test_an_infinite_gradient_makes_no_step_and_lowers_the_scale():
     assert context.scaler.get_scale() == 2.0
 
 
-class Model(torch.nn.Linear):
-    """A model that saves itself."""
-
-    def save_model(self, path):
-        path.mkdir()
-        save_file(self.state_dict(), path / "model.safetensors")
-
-    def load_model(self, path):
-        self.load_state_dict(load_file(path / "model.safetensors"))
-
-
 def context(fabric, folder):
-    model = Model(1, 1)
+    model = torch.nn.Linear(1, 1)
     optimizers = Optimizers()
     optimizers.optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)]
     optimizers.scheduler_factories, optimizers.scheduler_steps, optimizers.scaler = [None], -1, None
     trainer = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
-    return UFormContext(folder, folder, 1, 1, trainer, model, optimizers, fabric=fabric, keep=1)
+    subject = Subject("test.scaler/0", {}, "")
+    return UFormContext(folder, folder, 1, 1, trainer, model, optimizers, fabric=fabric, keep=1, subject=subject)
 
 
 def test_the_scale_is_saved_with_the_checkpoint(tmp_path):

@@ -150,7 +150,7 @@ def test_no_file_is_refused(tmp_path):
 
 
 def test_a_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
-    def cut_short(tensors, path):
+    def cut_short(tensors, path, metadata):
         Path(path).write_bytes(b"half")
         raise OSError("no space left")
 

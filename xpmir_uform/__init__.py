@@ -23,6 +23,7 @@ _HOMES = {
     "xpmir_uform.evaluation.retrieval": ("RetrievalEvaluation", "RetrievalValidation"),
     "xpmir_uform.export.pretrained": ("load_model", "save_model"),
     "xpmir_uform.learner.learner": ("UFormLearner",),
+    "xpmir_uform.learner.origin": ("Checkpoint", "checkpoint_at"),
     "xpmir_uform.losses.contrastive": ("ContrastiveLoss", "Negatives"),
     "xpmir_uform.losses.forms": ("BalancedForm", "RankedForm", "SigmoidForm"),
     "xpmir_uform.model.heads": ("ByteHead", "PatchHead", "PooledHead", "TokenHead"),

@@ -72,7 +72,7 @@ class RetrievalValidation(LearnerListener):
 
     def init_task(self, learner: Learner, dep, add_action):
         """A loader of the best weights."""
-        return dep(learner.model.loader_config(self.bestpath / TrainState.MODEL_DIR))
+        return dep(learner.model.loader_config(self.bestpath))
 
     def update_metrics(self, metrics: dict[str, float]) -> None:
         """Adds the best measures, at the end of training; validates if none was due before it was stopped."""

@@ -1,36 +1,48 @@
-"""Checkpoints: folders of safetensors and JSON, committed by a rename.
+"""A checkpoint: a folder of safetensors and JSON, no pickles.
 
-step-00000640/
-    model/model.safetensors     the weights
-    optimizer.safetensors       the tensors of the optimizers' states
-    state.json                  step, schedule, the optimizers' numbers, the metrics of an unfinished epoch
-last -> step-00000640           the newest one
+    model.safetensors       the weights; step and identifier in its metadata
+    optimizer.safetensors   the tensors of the optimizers' states
+    state.json              step, epoch, schedule, the optimizers' numbers, scaler, counters, metrics of the epoch
+    manifest.json           what all that is (manifest.py)
+
+The data order and all other draws are functions of (seed, step): the sampler's state is the step.
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
 from xpm_torch.metrics import Metrics, ScalarMetric
 
-NAME = re.compile(r"step-(\d{8,})")
-MODEL = "model"
-OPTIMIZER = "optimizer.safetensors"
-STATE = "state.json"
+from xpmir_uform.learner import manifest
+from xpmir_uform.learner.manifest import MODEL, OPTIMIZER, STATE, Damaged
+from xpmir_uform.model.files import save_weights
+
+STATE_NAMES = ("epoch", "steps", "metrics", "trainer", "scaler", "counters", "optimizers", "scheduler_steps")
 
 
-def name_of(step: int) -> str:
-    """The name of the checkpoint of ``step``."""
-    return f"step-{step:08d}"
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint in memory, nothing of it applied yet.
 
+    Args:
+        weights: by name.
+        optimizer: as ``ScheduledOptimizer.load_state_dict`` wants it.
+        state: the rest.
+        manifest: of the folder.
+        reference: how a later checkpoint names this one.
+    """
 
-def steps_in(folder: Path) -> list[int]:
-    """The steps that have a committed checkpoint, ascending."""
-    return sorted(int(match[1]) for path in folder.glob("step-*") if (match := NAME.fullmatch(path.name)))
+    weights: Mapping[str, torch.Tensor]
+    optimizer: dict[str, Any]
+    state: dict[str, Any]
+    manifest: Mapping[str, Any]
+    reference: Mapping[str, Any]
 
 
 def split_optimizers(states: Sequence[Mapping[str, Any]]) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
@@ -76,30 +88,44 @@ def metrics_from_json(values: Mapping[str, Sequence[float]]) -> Metrics:
     return metrics
 
 
-def write(folder: Path, model, optimizer: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Fills ``folder``; ``model`` has ``save_model``, ``optimizer`` is a ``ScheduledOptimizer.state_dict()``."""
-    model.save_model(folder / MODEL)
+def write(
+    folder: Path,
+    weights: Mapping[str, torch.Tensor],
+    optimizer: Mapping[str, Any],
+    state: Mapping[str, Any],
+    facts: Mapping[str, Any],
+) -> None:
+    """Fills ``folder``.
+
+    Args:
+        optimizer: a ``ScheduledOptimizer.state_dict()``.
+        state: what else training goes on from.
+        facts: of the manifest; ``step`` and ``identifier`` among them.
+    """
+    save_weights(weights, folder / MODEL, {"step": str(facts["step"]), "identifier": facts["identifier"]})
     tensors, rest = split_optimizers(optimizer["optimizers"])
     save_file(tensors, folder / OPTIMIZER)
     values = {**state, "optimizers": rest, "scheduler_steps": optimizer["scheduler_steps"]}
     (folder / STATE).write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
+    manifest.write(folder, facts)
 
 
-def read(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The optimizer state and the other state of a checkpoint, nothing applied yet.
+def read(folder: Path) -> Loaded:
+    """A whole checkpoint, each file read once and checked before it is parsed.
 
     Raises:
-        ValueError: a file is missing or damaged; nothing is deleted.
+        Damaged: its content is not what was written.
     """
+    found = manifest.read(folder)
+    data = {name: manifest.verified(folder, found, name) for name in manifest.FILES}
     try:
-        state = json.loads((folder / STATE).read_text())
-        missing = [name for name in ("epoch", "steps", "metrics", "trainer", "scaler") if name not in state]
-        if missing or not (folder / MODEL / "model.safetensors").is_file():
-            raise ValueError(f"{', '.join(missing) or 'model/model.safetensors'} is missing")
-        states = join_optimizers(load_file(folder / OPTIMIZER), state.pop("optimizers"))
-        return {"optimizers": states, "scaler": None, "scheduler_steps": state.pop("scheduler_steps")}, state
-    except Exception as error:
-        raise ValueError(
-            f"the checkpoint {folder} cannot be read ({type(error).__name__}: {error}). Nothing was deleted: move "
-            "that folder away to go on from the one before it, or restore it and run the task again"
-        ) from error
+        state = json.loads(data[STATE])
+        missing = [name for name in STATE_NAMES if name not in state]
+        if missing:
+            raise ValueError(f"{STATE} lacks {', '.join(missing)}")
+        weights, tensors = load(data[MODEL]), load(data[OPTIMIZER])
+        optimizers = join_optimizers(tensors, state.pop("optimizers"))
+    except (SafetensorError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{folder} cannot be read ({type(error).__name__}: {error})") from error
+    optimizer = {"optimizers": optimizers, "scaler": None, "scheduler_steps": state.pop("scheduler_steps")}
+    return Loaded(weights, optimizer, state, found, manifest.reference(folder, found))

@@ -1,24 +1,54 @@
-"""Training state and context of a run: xpm-torch's, with checkpoints that survive a kill."""
+"""Training state and context of a run: xpm-torch's, with checkpoints that nothing is lost of."""
 
 import logging
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from xpm_torch.metrics import Metrics
-from xpm_torch.trainers.context import TrainerContext, TrainState
+from xpm_torch.trainers.context import TrainerContext
 
-from xpmir_uform.learner import checkpoint
-from xpmir_uform.learner.files import commit_folder, point, remove
+from xpmir_uform.learner import checkpoint, facts, fit, manifest, shelf
+from xpmir_uform.learner.files import commit_folder, link, point
+from xpmir_uform.learner.together import together
 
 logger = logging.getLogger(__name__)
 
 
 class UFormContext(TrainerContext):
-    """Saves every tensor as safetensors, every number as JSON, and deletes nothing because of an error."""
+    """Saves every tensor as safetensors, every number as JSON, and deletes nothing because of an error.
 
-    def __init__(self, *args, keep: int, **kwargs):
+    Args:
+        keep: how many of the newest checkpoints are kept.
+        subject: what is trained.
+        force_resume: why a checkpoint of another configuration or other data is gone on from; empty: it is refused.
+        resume_from: a checkpoint of another task to begin with.
+    """
+
+    def __init__(
+        self, *args, keep: int, subject: fit.Subject, force_resume: str = "", resume_from: Path | None = None, **kwargs
+    ):
         super().__init__(*args, **kwargs)
+        if keep < 1:
+            raise ValueError(f"keep is {keep}, expected at least 1: a run with no checkpoint cannot be resumed")
         self.keep = keep
+        self.subject = subject
+        self.force_resume = force_resume
+        self.resume_from = resume_from
         self.epoch_metrics = Metrics()
+        self.counters: dict[str, Any] = {}
+        """Numbers of the whole run by name, JSON values, saved with each checkpoint."""
+        self.previous: Mapping[str, Any] | None = None
+        """The checkpoint that the next one follows."""
+        self.audits: list[Mapping[str, Any]] = []
+        """Each time that training was resumed: when, from what, and what differed."""
+        self.whole = True
+        """Whether no step is under way: weights, optimizer, schedule and step number belong together."""
+
+    def alert(self, name: str, message: str) -> None:
+        """Tells the user of something that is wrong and that training survives."""
+        logger.warning("%s: %s", name, message)
 
     def unwrapped_model(self):
         """The model itself, not Fabric's proxy of it."""
@@ -30,58 +60,166 @@ class UFormContext(TrainerContext):
         """Fabric's gradient scaler, which ``16-mixed`` has on a GPU; else None."""
         return getattr(self.fabric.strategy.precision, "scaler", None)
 
-    def save_checkpoint(self) -> None:
-        """Commits a checkpoint of the current step, points ``last`` at it and prunes the oldest."""
-        if not self.is_global_zero():
-            return
-        name = checkpoint.name_of(self.steps)
-        path = self.path / name
-        if not path.exists():
-            state = {
-                "epoch": self.epoch,
-                "steps": self.steps,
-                "metrics": checkpoint.metrics_to_json(self.epoch_metrics),
-                "trainer": self.state.trainer.state_dict(),
-                "scaler": None if self.scaler is None else self.scaler.state_dict(),
-            }
-            commit_folder(
-                path,
-                lambda folder: checkpoint.write(
-                    folder, self.unwrapped_model(), self.state.optimizer.state_dict(), state
-                ),
-            )
-        self.state.path = path
-        point(self.path / "last", name)
-        for step in checkpoint.steps_in(self.path)[: -self.keep]:
-            remove(self.path / checkpoint.name_of(step))
+    def begin_step(self) -> None:
+        """Counts a step; until it has ended nothing can be saved."""
+        self.nextbatch()
+        self.whole = False
+        self.state.path = None
 
-    def load_bestcheckpoint(self, max_epoch: int) -> bool:
-        """Restores the newest checkpoint, if there is one.
-
-        Raises:
-            ValueError: it is damaged or does not fit; no weight is changed and nothing is deleted.
-        """
-        steps = checkpoint.steps_in(self.path)
-        if not steps:
-            return False
-        path = self.path / checkpoint.name_of(steps[-1])
-        logger.info("Going on from %s", path)
-        optimizer, state = checkpoint.read(path)
-        self.state.optimizer.load_state_dict(optimizer)
-        self.unwrapped_model().load_model(path / checkpoint.MODEL)
-        self.state.load_state_dict(state)
-        self.state.trainer.load_state_dict(state["trainer"])
-        self.epoch_metrics = checkpoint.metrics_from_json(state["metrics"])
-        if self.scaler is not None and state["scaler"] is not None:
-            self.scaler.load_state_dict(state["scaler"])
-        self.state.path = path
-        return True
-
-    def copy(self, path: Path) -> None:
-        """Copies the current weights to ``path`` as ``model/``."""
-        if self.is_global_zero():
-            commit_folder(path, lambda folder: self.unwrapped_model().save_model(folder / TrainState.MODEL_DIR))
+    def end_step(self) -> None:
+        """All parts of the step were made, or none."""
+        self.whole = True
 
     def nextepoch(self) -> None:
         """Begins the next epoch."""
         self.state.epoch += 1
+
+    # Saving
+
+    def save_checkpoint(self) -> None:
+        """Commits a checkpoint of the current step unless there is one, points ``last`` at it and prunes the oldest.
+
+        Raises:
+            RuntimeError: a step is under way.
+        """
+        if not self.is_global_zero():
+            return
+        if not self.whole:
+            raise RuntimeError(f"step {self.steps} is under way, expected a checkpoint between steps")
+        if self.state.path is None:
+            self.state.path = self._commit(self.path / shelf.name_of(self.steps))
+        point(self.path / shelf.LAST, self.state.path.name)
+        shelf.prune(self.path, self.steps, self.keep)
+
+    def _commit(self, path: Path) -> Path:
+        if path.exists():
+            shelf.set_aside(path, "it was there before this run came to that step", "stale")
+        optimizer, state, values = self.state.optimizer.state_dict(), self._state(), self._facts()
+        weights = self.unwrapped_model().state_dict()
+        commit_folder(path, lambda folder: checkpoint.write(folder, weights, optimizer, state, values))
+        self.previous = manifest.reference(path, values)
+        return path
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            "steps": self.steps,
+            "metrics": checkpoint.metrics_to_json(self.epoch_metrics),
+            "trainer": self.state.trainer.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "counters": self.counters,
+        }
+
+    def _fit(self) -> dict[str, Any]:
+        model = fit.model_layout(self.unwrapped_model().state_dict())
+        return fit.fit_of(self.subject, model, fit.optimizer_layout(self.state.optimizer.optimizers))
+
+    def _facts(self) -> dict[str, Any]:
+        device = self.fabric.device
+        return {
+            "step": self.steps,
+            "epoch": self.epoch,
+            "identifier": self.subject.identifier,
+            **self._fit(),
+            "versions": dict(facts.versions()),
+            "git": facts.git(),
+            "environment": facts.environment(device),
+            "device": device.type,
+            "precision": str(self.fabric.strategy.precision.precision),
+            "ranks": self.fabric.world_size,
+            "previous": self.previous,
+            "audits": self.audits,
+        }
+
+    def copy(self, path: Path) -> None:
+        """Makes ``path`` a second name of the current step's checkpoint, which outlives it; saves it if need be."""
+        if not self.is_global_zero():
+            return
+        self.save_checkpoint()
+
+        def link_all(folder: Path) -> None:
+            for name in (*manifest.FILES, manifest.NAME):
+                link(self.state.path / name, folder / name)
+
+        commit_folder(path, link_all)
+
+    # Loading
+
+    def load_bestcheckpoint(self, max_epoch: int) -> bool:
+        """Restores the newest whole checkpoint of this task, else the one it is to begin with, if there is one.
+
+        All or nothing: everything is read, checked and compared before anything is changed.
+
+        Raises:
+            ValueError: it does not fit, or none is whole. Nothing is deleted.
+        """
+        path = together(self.fabric, self._choose)
+        if path is None:
+            return False
+        own = path.parent == self.path
+        found = checkpoint.read(path)
+        different, forced = self._compare(path, found.manifest, own)
+        if not own and found.state["steps"] > max_epoch * self.steps_per_epoch:
+            raise ValueError(
+                f"{path} is of step {found.state['steps']}, expected at most {max_epoch * self.steps_per_epoch}, where "
+                "this task ends: raise max_epochs or begin with an earlier checkpoint"
+            )
+        self._apply(found, own)
+        self.state.path = path if own else None
+        self._audit(found, different, forced)
+        return True
+
+    def _choose(self) -> Path | None:
+        """The checkpoint to go on from; those found damaged are set aside."""
+        shelf.sweep(self.path)
+        found = shelf.newest(self.path, self.alert)
+        if found is not None:
+            return found[0]
+        return None if self.resume_from is None else shelf.resolve(self.resume_from)
+
+    def _compare(self, path: Path, found: Mapping[str, Any], own: bool) -> tuple[dict[str, list[Any]], str | None]:
+        """What differs between a checkpoint and this task, and why that is accepted."""
+        different = fit.differences(found, self._fit())
+        if not different:
+            return {}, None
+        reason = self.force_resume if own else f"resume_from names it; {self.force_resume}".rstrip("; ")
+        table = fit.side_by_side(different, ("field", "checkpoint", "task"))
+        if any(" layout " in name for name in different):
+            raise ValueError(f"the tensors of {path} do not fit this task, so it cannot go on from them:\n{table}")
+        if not reason:
+            raise ValueError(
+                f"the checkpoint {path} is whole, but of another training:\n{table}\nNothing was changed. Restore what "
+                "differs, train in a fresh folder, or give force_resume a reason to go on all the same"
+            )
+        self.alert("resumed with differences", f"{path}, because: {reason}\n{table}")
+        return different, reason
+
+    def _apply(self, found: checkpoint.Loaded, own: bool) -> None:
+        self.unwrapped_model().load_state_dict(found.weights)
+        self.state.optimizer.load_state_dict(found.optimizer)
+        self.state.load_state_dict(found.state)
+        self.state.trainer.load_state_dict(found.state["trainer"])
+        self.epoch_metrics = checkpoint.metrics_from_json(found.state["metrics"])
+        self.counters = found.state["counters"]
+        if self.scaler is not None and found.state["scaler"] is not None:
+            self.scaler.load_state_dict(found.state["scaler"])
+        if not own:
+            # Its epochs may have been longer or shorter than ours.
+            self.state.epoch = -(-self.steps // self.steps_per_epoch)
+
+    def _audit(self, found: checkpoint.Loaded, different: Mapping[str, Any], reason: str | None) -> None:
+        theirs, ours = found.manifest["versions"], facts.versions()
+        names = sorted(theirs.keys() | ours.keys())
+        versions = {name: [theirs.get(name), ours.get(name)] for name in names if theirs.get(name) != ours.get(name)}
+        if versions:
+            self.alert("other versions", fit.side_by_side(versions, ("package", "checkpoint", "now")))
+        entry = {
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "source": found.reference,
+            "fields": {**different, **{f"version of {name}": pair for name, pair in versions.items()}},
+            "reason": reason,
+            "ranks": [found.manifest["ranks"], self.fabric.world_size],
+        }
+        self.previous = found.reference
+        self.audits = [*found.manifest["audits"], entry]
+        logger.info("Going on from step %d of %s", found.manifest["step"], found.manifest["identifier"])

@@ -28,24 +28,52 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def discard(path: Path) -> None:
+    """Removes a folder that others read: it loses its name first, so that none of them finds half of it."""
+    if path.is_symlink() or not path.is_dir():
+        remove(path)
+        return
+    gone = path.with_name(f".{path.name}.gone")
+    remove(gone)
+    os.rename(path, gone)
+    remove(gone)
+
+
 def commit_folder(path: Path, write: Callable[[Path], None]) -> None:
     """Makes the folder ``path`` with what ``write`` puts into it; an older folder of that name is replaced."""
     part = aside(path)
     remove(part)
     part.mkdir(parents=True)
-    write(part)
-    for entry in sorted(part.rglob("*")):
-        sync(entry)
-    sync(part)
-    remove(path)
-    os.rename(part, path)
+    try:
+        write(part)
+        for entry in sorted(part.rglob("*")):
+            sync(entry)
+        sync(part)
+        discard(path)
+        os.rename(part, path)
+    except Exception:
+        # What could not be written leaves its room to others; what was committed before is as it was.
+        shutil.rmtree(part, ignore_errors=True)
+        raise
     sync(path.parent)
 
 
 def point(link: Path, target: str) -> None:
-    """Makes ``link`` a relative symbolic link to its sibling ``target``."""
+    """Makes ``link`` a relative symbolic link to its sibling ``target``, unless it is one."""
+    if link.is_symlink() and os.readlink(link) == target:
+        return
     part = aside(link)
     remove(part)
     part.symlink_to(target)
+    if link.is_dir() and not link.is_symlink():
+        discard(link)
     os.replace(part, link)
     sync(link.parent)
+
+
+def link(source: Path, target: Path) -> None:
+    """Gives the file ``source`` the second name ``target``; copies it where the file system refuses."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from time import perf_counter
 
 import numpy as np
 import torch
-from experimaestro import Meta, ResumableTask, tqdm
+from experimaestro import GracefulTimeout, Meta, Param, ResumableTask, tqdm
 from xpm_torch.batchers import RecoverableOOMError
 from xpm_torch.context import InitializationHook
 from xpm_torch.learner import Learner, LearnerListenerStatus, LearnerOutput
@@ -19,7 +20,12 @@ from xpmir_uform.data.checks import validate
 from xpmir_uform.data.fields import default
 from xpmir_uform.learner import checkpoint
 from xpmir_uform.learner.context import UFormContext
+from xpmir_uform.learner.fit import Subject, config_of, fingerprint
+from xpmir_uform.learner.lock import only_one
+from xpmir_uform.learner.origin import Checkpoint
 from xpmir_uform.learner.scaling import Optimizers
+from xpmir_uform.learner.signals import Interruptions
+from xpmir_uform.learner.together import Watchdog, any_rank, limit_waiting, together
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +60,18 @@ class UFormLearner(Learner, ResumableTask):
     checkpoint_steps: Meta[int] = default(0)
     """Also save whenever this many steps have been made; 0: at the ends of epochs alone"""
 
+    resume_from: Param[Checkpoint | None] = default()
+    """A checkpoint of another task to begin with; None: the model's initial weights"""
+
+    force_resume: Meta[str] = default("")
+    """Why to go on from a checkpoint of another configuration or other data, which is then recorded; empty: refuse"""
+
+    time_margin: Meta[float] = default(120.0)
+    """Save and leave, to be run again, when fewer seconds than these are left to the job"""
+
+    rank_timeout: Meta[float] = default(1800.0)
+    """With several ranks: how many seconds a rank may make no progress before all end. Longer than any validation"""
+
     def __validate__(self):
         if not self.optimizers:
             raise ValueError("optimizers is empty, expected at least one: adamw(schedule) makes them")
@@ -68,31 +86,53 @@ class UFormLearner(Learner, ResumableTask):
         for name in ("max_epochs", "steps_per_epoch", "keep", "checkpoint_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
+        if self.checkpoint_steps < 0 or self.time_margin < 0 or self.rank_timeout <= 0:
+            raise ValueError(
+                f"checkpoint_steps is {self.checkpoint_steps}, time_margin {self.time_margin} and rank_timeout "
+                f"{self.rank_timeout}, expected at least 0, at least 0 and more than 0"
+            )
 
     def __submit__(self, dep, add_action):
-        """The trained model and what the listeners offer; checkpoints of epochs are pruned, so none is promised.
+        """The trained model, what the listeners offer and the last checkpoint; those before it are pruned.
 
         Raises:
             ValueError: the task, or a configuration that it holds, is not legal.
         """
         validate(self)
-        learned_model = dep(self.model.loader_config(self.last_checkpoint_path / TrainState.MODEL_DIR))
+        learned_model = dep(self.model.loader_config(self.last_checkpoint_path))
         add_action(self.model.export_action(learned_model, default_name="last"))
         return LearnerOutput(
             listeners={listener.id: listener.init_task(self, dep, add_action) for listener in self.listeners},
             learned_model=learned_model,
-            checkpoints={},
+            checkpoints={"last": dep(Checkpoint.C(path=self.last_checkpoint_path))},
         )
 
     def execute(self) -> None:
-        """Trains to the end, or until every listener asks to stop."""
+        """Trains to the end, or until every listener asks to stop.
+
+        Raises:
+            GracefulTimeout: it was asked to stop, and has saved.
+        """
         fabric = self.fabric_config.get_fabric()
-        fabric.launch()
-        with default_dtype(self.fabric_config.precision):
-            self._initialize(fabric)
-            self._wrap(fabric)
-            self._train(fabric)
-            self._report_hyperparameters(fabric)
+        limit_waiting(fabric, self.rank_timeout)
+        with Interruptions(self.remaining_time, self.time_margin) as self.interruptions:
+            fabric.launch()
+            with (
+                self._alone(fabric),
+                default_dtype(self.fabric_config.precision),
+                Watchdog(fabric.world_size, self.rank_timeout) as self.watchdog,
+            ):
+                self._initialize(fabric)
+                self._wrap(fabric)
+                self._train(fabric)
+                self._report_hyperparameters(fabric)
+
+    @contextmanager
+    def _alone(self, fabric) -> Iterator[None]:
+        """Holds the job's folder, for all ranks."""
+        with ExitStack() as stack:
+            together(fabric, lambda: stack.enter_context(only_one(self.checkpointspath.parent)))
+            yield
 
     def _initialize(self, fabric) -> None:
         """Builds context, model, trainer, listeners and optimizers, in the order of the stock learner."""
@@ -107,6 +147,9 @@ class UFormLearner(Learner, ResumableTask):
             self.optimizer,
             fabric=fabric,
             keep=self.keep,
+            subject=Subject("/".join(self.checkpointspath.parent.parts[-2:]), config_of(self), ""),
+            force_resume=self.force_resume,
+            resume_from=self.resume_from.checked() if self.resume_from else None,
         )
         for hook in self.hooks:
             self.context.add_hook(hook)
@@ -115,6 +158,7 @@ class UFormLearner(Learner, ResumableTask):
         self._seed()
         with fabric.init_module():
             self.trainer.initialize(self.random.state, self.context)
+        self.context.subject = replace(self.context.subject, data=fingerprint(self.trainer.sampler))
         for listener in self.listeners:
             listener.initialize(self, self.context)
         self.optimizer.initialize(
@@ -151,13 +195,15 @@ class UFormLearner(Learner, ResumableTask):
                 if self._ask_listeners(fabric, state) == LearnerListenerStatus.STOP:
                     logger.warning("stopping after epoch %d since every listener asks for it", state.epoch)
                     break
+        self._save(fabric)
 
     def iter_train(self, fabric) -> Iterator[TrainState]:
         """Trains, and yields the state at the end of each epoch, its metrics logged and its checkpoint saved."""
         self.context.load_bestcheckpoint(self.max_epochs)
-        if self.context.steps == 0:
-            self._save(fabric)
-        elif self._epoch_is_whole():
+        # A model that cannot be saved fails here, not after an epoch.
+        self._save(fabric)
+        self._leave_if_asked(fabric)
+        if self.context.steps and self._epoch_is_whole():
             yield self._end_epoch(fabric)
         batches = self.trainer.iter_batches()
         while self.context.steps < self.max_epochs * self.steps_per_epoch:
@@ -184,10 +230,11 @@ class UFormLearner(Learner, ResumableTask):
                 self._step(next(batches))
                 progress.update(1)
                 self._save_between(fabric)
+                self._leave_if_asked(fabric)
 
     def _step(self, batch) -> None:
         """One optimizer step, repeated with smaller microbatches when memory runs out."""
-        self.context.nextbatch()
+        self.context.begin_step()
         start = perf_counter()
         while True:
             try:
@@ -201,7 +248,8 @@ class UFormLearner(Learner, ResumableTask):
                 logger.warning("out of memory: the step is run again with smaller microbatches")
         for hook in self.context.hooks(StepTrainingHook):
             hook.after(self.context)
-        self.context.state.path = None
+        self.context.end_step()
+        self.watchdog.report()
 
     def _save_between(self, fabric) -> None:
         if self.checkpoint_steps and self.context.steps % self.checkpoint_steps == 0 and not self._epoch_is_whole():
@@ -218,8 +266,15 @@ class UFormLearner(Learner, ResumableTask):
         return self.context.state
 
     def _save(self, fabric) -> None:
-        self.context.save_checkpoint()
-        fabric.barrier()
+        together(fabric, self.context.save_checkpoint)
+        self.watchdog.report()
+
+    def _leave_if_asked(self, fabric) -> None:
+        """Between steps: saves and leaves if a signal or the time limit asks any rank to."""
+        if any_rank(fabric, self.interruptions.due()):
+            self._save(fabric)
+            reason = self.interruptions.reason or "another rank was asked to stop"
+            raise GracefulTimeout(f"{reason}: step {self.context.steps} is saved, run the task again to go on")
 
     def _ask_listeners(self, fabric, state: TrainState) -> LearnerListenerStatus:
         """The listeners' decision, the same on every rank."""
@@ -227,10 +282,8 @@ class UFormLearner(Learner, ResumableTask):
         for listener in self.listeners:
             decision = decision.update(listener(state))
         value = fabric.broadcast(torch.tensor(decision.value, device=fabric.device), src=0)
-        decision = LearnerListenerStatus(int(value))
-        if decision == LearnerListenerStatus.STOP:
-            self._save(fabric)
-        return decision
+        self.watchdog.report()
+        return LearnerListenerStatus(int(value))
 
     def _report_hyperparameters(self, fabric) -> None:
         if fabric.is_global_zero:

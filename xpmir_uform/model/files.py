@@ -12,7 +12,7 @@ from torch import Tensor
 FILE_NAME = "model.safetensors"
 
 
-def save_weights(state: Mapping[str, Tensor], path: Path) -> None:
+def save_weights(state: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
     """Write a state dict to a ``.safetensors`` file, or to ``model.safetensors`` in a folder.
 
     Tied and strided tensors are written in full. A file that is there is replaced at once, or not at all.
@@ -22,7 +22,7 @@ def save_weights(state: Mapping[str, Tensor], path: Path) -> None:
     whole = {name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in state.items()}
     partial = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     try:
-        save_file(whole, str(partial))
+        save_file(whole, str(partial), dict(metadata) if metadata else None)
         os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)
@@ -38,7 +38,10 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     candidates = [path, path / FILE_NAME, path / "model" / FILE_NAME]
     file = next((candidate for candidate in candidates if candidate.is_file()), None)
     if file is None:
-        raise FileNotFoundError(f"no weights at {path}: expected a .safetensors file or a folder with {FILE_NAME}")
+        raise FileNotFoundError(
+            f"no weights at {path}: expected a .safetensors file or a folder with {FILE_NAME}. If a training wrote "
+            "them there, they were removed since: put them back, or train again in a fresh folder"
+        )
     try:
         return load_file(str(file))
     except SafetensorError as error:

@@ -1,0 +1,54 @@
+"""One process at a time in the folder of a job."""
+
+import errno
+import fcntl
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+NAME = ".training.lock"
+UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+
+
+class Occupied(RuntimeError):
+    """Another process trains in this folder."""
+
+
+@contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """Holds the folder until the end of the block, or of the process however it ends.
+
+    experimaestro's own lock is given back on SIGTERM, while the last step may still be saved.
+
+    Raises:
+        Occupied: another process holds it; nothing was touched.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        _hold(descriptor, folder)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _hold(descriptor: int, folder: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(descriptor, 20, 0).decode(errors="replace").strip() or "unknown"
+        raise Occupied(
+            f"another process (number {holder}) trains in {folder}: this one leaves and has changed nothing. "
+            "Wait until that one ends, or end it"
+        ) from None
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        logger.warning("%s cannot be locked (%s): do not run this task twice at once", folder, error)
+        return
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)

@@ -1,0 +1,134 @@
+"""The folder of a task's checkpoints: which there are, which is the newest whole one, which may go.
+
+checkpoints/
+    step-00000640/, step-00000720/    committed ones
+    last -> step-00000720             the newest
+    damaged-step-00000800-0/          set aside, and why: damaged-step-00000800-0.txt
+"""
+
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from xpmir_uform.learner import manifest
+from xpmir_uform.learner.files import aside, discard, point, remove, sync
+from xpmir_uform.learner.manifest import Damaged
+
+logger = logging.getLogger(__name__)
+
+COMMITTED = re.compile(r"step-(\d{8,})")
+LAST = "last"
+Alert = Callable[[str, str], None]
+
+
+def name_of(step: int) -> str:
+    """The name of the checkpoint of ``step``."""
+    return f"step-{step:08d}"
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps that have a committed checkpoint, ascending by number."""
+    found = (COMMITTED.fullmatch(path.name) for path in folder.glob("step-*") if path.is_dir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def resolve(path: Path) -> Path:
+    """The checkpoint that ``path`` means: itself, or the newest in the folder of a job or of its checkpoints.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    if (path / manifest.NAME).exists() or COMMITTED.fullmatch(path.resolve().name):
+        return path
+    folder = shelf_of(path)
+    steps = steps_in(folder)
+    if not steps:
+        raise FileNotFoundError(f"{path} holds no checkpoint, expected one, or the folder of a job that has trained")
+    return folder / (LAST if (folder / LAST).is_dir() else name_of(steps[-1]))
+
+
+def shelf_of(path: Path) -> Path:
+    """The folder of checkpoints that ``path`` is, or that the job at ``path`` has."""
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
+def newest(folder: Path, alert: Alert) -> tuple[Path, Mapping[str, Any]] | None:
+    """The newest whole checkpoint and its manifest; damaged ones before it are set aside. None: there is none at all.
+
+    Raises:
+        ValueError: there are checkpoints, and all are damaged; they stay as they are. Errors of the file system, which
+            may pass, are raised as they are.
+    """
+    damaged: dict[Path, str] = {}
+    for step in candidates(folder):
+        path = folder / name_of(step)
+        try:
+            found = manifest.verify(path)
+        except Damaged as error:
+            damaged[path] = str(error)
+            continue
+        point(folder / LAST, path.name)
+        for bad, reason in damaged.items():
+            alert("damaged checkpoint", f"{reason}. It was set aside as {set_aside(bad, reason)}; going on from {path}")
+        return path, found
+    lost = sorted(path.name for path in folder.glob("damaged-*") if path.is_dir())
+    if damaged or lost:
+        raise ValueError(
+            f"no checkpoint in {folder} is whole: {'; '.join(damaged.values()) or ', '.join(lost)}. Nothing was "
+            "deleted: put one back from a copy, or move them all away to train from the beginning"
+        )
+    return None
+
+
+def candidates(folder: Path) -> list[int]:
+    """The steps to try, the best first: what was committed after ``last``, it, and those before it.
+
+    A later step that does not follow ``last`` is of another run and is passed over.
+    """
+    steps = steps_in(folder)
+    last = COMMITTED.fullmatch(os.readlink(folder / LAST)) if (folder / LAST).is_symlink() else None
+    if last is None or int(last[1]) not in steps:
+        return steps[::-1]
+    current = int(last[1])
+    followers = [step for step in steps if step > current and _follows(folder, step, current)]
+    for stale in {step for step in steps if step > current} - set(followers):
+        logger.warning("%s does not follow %s: it is passed over", folder / name_of(stale), name_of(current))
+    return followers[::-1] + [step for step in steps[::-1] if step <= current]
+
+
+def _follows(folder: Path, step: int, current: int) -> bool:
+    """Whether ``step`` was committed after ``current`` by the same run, or is damaged and may have been."""
+    try:
+        previous = manifest.read(folder / name_of(step))["previous"]
+        return previous == manifest.reference(folder / name_of(current), manifest.read(folder / name_of(current)))
+    except Damaged:
+        return True
+
+
+def set_aside(path: Path, reason: str, label: str = "damaged") -> Path:
+    """Renames a checkpoint that cannot be used and writes the reason beside it; nothing is deleted."""
+    free = (path.with_name(f"{label}-{path.name}-{number}") for number in count())
+    target = next(name for name in free if not name.exists())
+    os.rename(path, target)
+    target.with_name(f"{target.name}.txt").write_text(f"{reason}\n")
+    sync(path.parent)
+    return target
+
+
+def prune(folder: Path, step: int, keep: int) -> None:
+    """Removes all but the newest ``keep`` up to ``step``. Later ones are of another run: they neither count nor go."""
+    for old in [found for found in steps_in(folder) if found <= step][:-keep]:
+        try:
+            discard(folder / name_of(old))
+        except OSError as error:
+            logger.warning("%s cannot be removed (%s): it stays", folder / name_of(old), error)
+
+
+def sweep(folder: Path) -> None:
+    """Removes what a killed process was writing or removing."""
+    for path in [*folder.glob(aside(Path("step-*")).name), *folder.glob(".step-*.gone")]:
+        remove(path)

@@ -1,0 +1,65 @@
+"""Requests to stop: the step is finished and saved, then the task leaves so that it is run again."""
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from time import monotonic
+from types import FrameType
+from typing import Any
+
+from experimaestro import TaskCancelled
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+POLL_SECONDS = 10.0
+"""Between two questions to the launcher, which may have to run a command for its answer."""
+
+
+class Interruptions:
+    """Within ``with``, a first signal is noted, and a second one ends what is under way.
+
+    Args:
+        remaining: the seconds that are left, None if nobody knows.
+        margin: with fewer than these left, it is time to leave.
+    """
+
+    def __init__(self, remaining: Callable[[], float | None] = lambda: None, margin: float = 0.0) -> None:
+        self.remaining = remaining
+        self.margin = margin
+        self.reason: str | None = None
+        self._asked = -POLL_SECONDS
+        self._process = os.getpid()
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "Interruptions":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if os.getpid() != self._process:
+            # A process forked from this one, which nobody asked to save anything.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif self.reason is None:
+            self.reason = f"{name} was received"
+            logger.warning("%s: the step is finished and saved; a second signal ends at once", name)
+        else:
+            raise TaskCancelled(f"{name} was received after {self.reason}: nothing more is saved")
+
+    def due(self) -> bool:
+        """Whether it is time to leave, as far as this process knows."""
+        if self.reason is None and monotonic() - self._asked >= POLL_SECONDS:
+            self._asked = monotonic()
+            left = self.remaining()
+            if left is not None and left < self.margin:
+                self.reason = f"{left:.0f} s are left, less than {self.margin:.0f}"
+        return self.reason is not None

@@ -1,0 +1,86 @@
+"""Several ranks as one run: they decide alike, fail alike, and end when one of them is lost."""
+
+import faulthandler
+import os
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from time import monotonic
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+LOST = 70
+"""The exit status of a rank that made no progress."""
+
+
+def together(fabric: Any, work: Callable[[], T]) -> T:
+    """What ``work`` answers on rank 0, on every rank.
+
+    Raises:
+        Exception: as ``work`` did on rank 0, and on the other ranks a RuntimeError that says so: none is left waiting.
+    """
+    if fabric.world_size == 1:
+        return work()
+    answer, failure = None, None
+    if fabric.is_global_zero:
+        try:
+            answer = work()
+        except Exception as error:
+            failure = error
+    answer, message = fabric.broadcast((answer, failure and f"{type(failure).__name__}: {failure}"), src=0)
+    if failure is not None:
+        raise failure
+    if message is not None:
+        raise RuntimeError(f"rank 0 failed, and this rank ends with it: {message}")
+    return answer
+
+
+def any_rank(fabric: Any, flag: bool) -> bool:
+    """Whether the flag is up on some rank: the same answer on every one."""
+    if fabric.world_size == 1:
+        return flag
+    up = fabric.all_reduce(torch.tensor(float(flag), device=fabric.device), reduce_op="sum")
+    return bool(up > 0)
+
+
+def limit_waiting(fabric: Any, seconds: float) -> None:
+    """How long a collective call waits for a rank that does not come; to be called before ``fabric.launch()``."""
+    if hasattr(fabric.strategy, "_timeout"):
+        fabric.strategy._timeout = timedelta(seconds=seconds)
+
+
+class Watchdog:
+    """Ends this process when it has not reported for ``seconds``: a rank that hangs would keep the others waiting.
+
+    With one rank it does nothing: nobody waits for it.
+    """
+
+    def __init__(self, ranks: int, seconds: float) -> None:
+        self.seconds = seconds
+        self._last = monotonic()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True) if ranks > 1 else None
+
+    def __enter__(self) -> "Watchdog":
+        self.report()
+        if self._thread is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+
+    def report(self) -> None:
+        """Something was done."""
+        self._last = monotonic()
+
+    def _watch(self) -> None:
+        while not self._over.wait(min(1.0, self.seconds / 4)):
+            if monotonic() - self._last > self.seconds:
+                print(f"this rank made no progress for {self.seconds:.0f} s and ends:", file=sys.stderr, flush=True)
+                faulthandler.dump_traceback(sys.stderr)
+                os._exit(LOST)
