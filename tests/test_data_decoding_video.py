@@ -205,7 +205,7 @@ def test_frames_that_declare_too_many_pixels_are_refused(media, side):
     whole[6:10] = struct.pack("<HH", side, side)
     refused(bytes(whole), reason=f"frames of more than {PIXEL_LIMIT} pixels")
     whole = bytearray(media.video(noise(2), "mov", "rawvideo", "rgb24"))
-    place = whole.index(b"stsd") + 40
+    place = whole.index(b"stsd") + 44
     whole[place : place + 4] = struct.pack(">HH", side, side)
     refused(bytes(whole), reason=f"frames of more than {PIXEL_LIMIT} pixels")
 
