@@ -1,14 +1,124 @@
-"""Show, verify, trace or compare checkpoints."""
+"""Show, verify, trace or compare checkpoints.
+
+PATH is a checkpoint, or the folder of a job (then its newest one; ``verify``: all of them).
+
+    show PATH       what it is, of which task, made where
+    verify PATH     whether every byte is what was written; status 1 if not
+    lineage PATH    what it follows, and each time training was resumed
+    diff PATH PATH  what differs: configuration, data, versions, tensors
+"""
 
 import argparse
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+SHOWN = 20
+"""Tensors that ``diff`` lists."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
-    parser.add_argument("action", choices=("show", "verify", "lineage", "diff"))
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="a checkpoint, or the folder of a job")
+    parser.add_argument("action", choices=sorted(ACTIONS))
+    parser.add_argument("paths", nargs="+", metavar="PATH", type=Path, help="a checkpoint, or the folder of a job")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Answers 1 if a checkpoint is damaged."""
-    raise ValueError(f"{arguments.action} is not there yet")
+    """Prints; answers 1 if a checkpoint is damaged.
+
+    Raises:
+        ValueError: a number of paths that the action does not take, or a checkpoint is damaged.
+    """
+    count = 2 if arguments.action == "diff" else 1
+    if len(arguments.paths) != count:
+        raise ValueError(f"{arguments.action} was given {len(arguments.paths)} paths, expected {count}")
+    return ACTIONS[arguments.action](*arguments.paths)
+
+
+def show(path: Path) -> int:
+    """Prints one manifest."""
+    from xpmir_uform.learner import manifest, shelf
+
+    folder = shelf.resolve(path)
+    for name, value in _described(folder.resolve(), manifest.verify(folder)):
+        print(f"{name:<16}  {value}")
+    return 0
+
+
+def _described(folder: Path, found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "checkpoint", str(folder)
+    yield "step", f"{found['step']}, epoch {found['epoch']}"
+    yield "task", found["identifier"]
+    for name, file in found["files"].items():
+        yield "file", f"{name}  {file['size']:,} bytes  {file['sha256'][:16]}"
+    ranks = f"{found['ranks']} rank{'s' if found['ranks'] > 1 else ''}"
+    yield "made on", f"{found['device']} ({found['environment']['device_name']}), {found['precision']}, {ranks}"
+    yield "versions", ", ".join(f"{name} {value}" for name, value in found["versions"].items())
+    git = found["git"]
+    yield "git", f"{git['commit'][:12]}{', with changes' if git['dirty'] else ''}" if git else "none"
+    yield "follows", _named(found["previous"]) if found["previous"] else "nothing: it is the first"
+    for name, value in found["hashes"].items():
+        yield name.replace("_", " "), value[:16]
+    for name, value in found["config"].items():
+        yield "", f"{name} = {value}"
+
+
+def _named(reference: Mapping[str, Any]) -> str:
+    return f"step {reference['step']} of {reference['identifier']} ({reference['sha256'][:12]})"
+
+
+def verify(path: Path) -> int:
+    """Checks one checkpoint, or all of a job."""
+    from xpmir_uform.learner import manifest, shelf
+
+    folder = shelf.shelf_of(path)
+    several = not (path / manifest.NAME).exists() and shelf.steps_in(folder)
+    damaged = 0
+    for each in [folder / shelf.name_of(step) for step in shelf.steps_in(folder)] if several else [shelf.resolve(path)]:
+        try:
+            manifest.verify(each)
+            print(f"whole    {each}")
+        except manifest.Damaged as error:
+            damaged += 1
+            print(f"DAMAGED  {each}: {error}")
+    return 1 if damaged else 0
+
+
+def lineage(path: Path) -> int:
+    """Prints the checkpoints that one follows, and its resumes."""
+    from xpmir_uform.learner import lineage, shelf
+
+    folders = list(lineage.chain(shelf.resolve(path)))
+    for folder, found in folders:
+        print(f"step {found['step']:>8}  {folder}")
+    before = folders[-1][1]["previous"]
+    if before:
+        print(f"step {before['step']:>8}  {before['identifier']}, not here any more")
+    for audit in folders[0][1]["audits"]:
+        print(f"resumed {audit['time']} from {_named(audit['source'])}{_because(audit)}")
+    return 0
+
+
+def _because(audit: Mapping[str, Any]) -> str:
+    fields = ", ".join(f"{name}: {theirs} -> {ours}" for name, (theirs, ours) in audit["fields"].items())
+    return f"; {audit['reason'] or 'with'}: {fields}" if fields else ""
+
+
+def diff(path: Path, other: Path) -> int:
+    """Prints what two checkpoints do not share."""
+    from xpmir_uform.learner import checkpoint, lineage, shelf
+    from xpmir_uform.learner.fit import side_by_side
+
+    first, second = (checkpoint.read(shelf.resolve(each)) for each in (path, other))
+    fields = lineage.manifest_differences(first.manifest, second.manifest)
+    print(side_by_side(fields, ("field", "first", "second")) if fields else "The manifests agree.")
+    tensors = lineage.tensor_differences(first, second)
+    print(f"{len(tensors)} tensors differ." if tensors else "Every tensor is the same, bit for bit.")
+    for name, said in list(tensors.items())[:SHOWN]:
+        print(f"  {name}  {said}")
+    if len(tensors) > SHOWN:
+        print(f"  and {len(tensors) - SHOWN} more")
+    return 0
+
+
+ACTIONS: dict[str, Callable[..., int]] = {"show": show, "verify": verify, "lineage": lineage, "diff": diff}

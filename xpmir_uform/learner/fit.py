@@ -46,7 +46,8 @@ def parameters_of(config: Config, prefix: str = "") -> Iterator[tuple[str, Any]]
         if argument.ignored or (argument.generator is not None and argument.default is None):
             continue
         value = getattr(config, name, None)
-        if value is None or (argument.ignore_default_in_identifier and _is(value, argument.default)):
+        left_out = argument.ignore_default_in_identifier and not argument.constant
+        if value is None or (left_out and _is(value, argument.default)):
             continue
         yield from _plain(value, f"{prefix}{name}")
 
