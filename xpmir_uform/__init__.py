@@ -22,6 +22,7 @@ _HOMES = {
     "xpmir_uform.data.vocabulary": ("Modality", "Side"),
     "xpmir_uform.evaluation.retrieval": ("RetrievalEvaluation", "RetrievalValidation"),
     "xpmir_uform.export.pretrained": ("load_model", "save_model"),
+    "xpmir_uform.learner.alerts": ("Alerts",),
     "xpmir_uform.learner.learner": ("UFormLearner",),
     "xpmir_uform.learner.origin": ("Checkpoint", "checkpoint_at"),
     "xpmir_uform.losses.contrastive": ("ContrastiveLoss", "Negatives"),

@@ -195,6 +195,10 @@ class AlertLog:
     def add(self, finding: Finding, step: int, epoch: int, metrics_logger: MetricsLogger) -> None:
         """Tells of a finding at a step."""
         logger.warning("alert %s at step %d: %s", finding.name, step, finding.message)
+        self.write(finding, step, epoch, metrics_logger)
+
+    def write(self, finding: Finding, step: int, epoch: int, metrics_logger: MetricsLogger) -> None:
+        """Keeps a finding that the log has already."""
         value = math.nan if finding.value is None else finding.value
         metrics_logger.log_scalar(f"alerts/{finding.name}", value, step)
         self.journal.append({**asdict(finding), "step": step, "epoch": epoch, "time": time.time()})

@@ -43,12 +43,15 @@ class UFormContext(TrainerContext):
         """The checkpoint that the next one follows."""
         self.audits: list[Mapping[str, Any]] = []
         """Each time that training was resumed: when, from what, and what differed."""
+        self.alerts: list[tuple[str, str]] = []
+        """Name and message of what has been told and is not yet in the file of alerts."""
         self.whole = True
         """Whether no step is under way: weights, optimizer, schedule and step number belong together."""
 
     def alert(self, name: str, message: str) -> None:
         """Tells the user of something that is wrong and that training survives."""
         logger.warning("%s: %s", name, message)
+        self.alerts.append((name, message))
 
     def unwrapped_model(self):
         """The model itself, not Fabric's proxy of it."""

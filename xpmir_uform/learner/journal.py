@@ -106,7 +106,7 @@ class Journal:
 
     def sync(self) -> bool:
         """Waits until every line is on the disk."""
-        return self._attempt(lambda: os.fsync(self._open()))
+        return self._attempt(lambda: None if self._descriptor is None else os.fsync(self._descriptor))
 
     def rewind(self, step: int) -> bool:
         """Drops the entries of later steps, and a torn last line."""

@@ -19,9 +19,12 @@ from xpm_torch.trainers.context import StepTrainingHook, TrainState
 from xpmir_uform.data.checks import validate
 from xpmir_uform.data.fields import default
 from xpmir_uform.learner import checkpoint
+from xpmir_uform.learner.alerts import Alerts
 from xpmir_uform.learner.context import UFormContext
 from xpmir_uform.learner.fit import Subject, config_of, fingerprint
+from xpmir_uform.learner.freezing import freeze
 from xpmir_uform.learner.lock import only_one
+from xpmir_uform.learner.observer import Observer, losses_of
 from xpmir_uform.learner.origin import Checkpoint
 from xpmir_uform.learner.scaling import Optimizers
 from xpmir_uform.learner.signals import Interruptions
@@ -54,6 +57,24 @@ class UFormLearner(Learner, ResumableTask):
 
     __xpmid__ = "uform.learner"
 
+    clip_norm: Param[float] = default(0.0)
+    """The norm that the gradient of all parameters is shortened to where it is longer; 0: it never is"""
+
+    frozen: Param[list[str]] = default([])
+    """The parameters that are not trained: regular expressions that match the beginning of their names"""
+
+    max_skipped: Meta[int] = default(10)
+    """How many steps in a row may be skipped because loss or gradient are not finite; then the task fails"""
+
+    alerts: Meta[Alerts] = default(factory=Alerts.C)
+    """What the run tells of by itself"""
+
+    window: Meta[int] = default(50)
+    """Steps that the rolling means of the telemetry and of the alerts are taken over"""
+
+    telemetry_bytes: Meta[int] = default(64 * 2**20)
+    """A larger ``telemetry.jsonl`` is put aside as ``telemetry-0001.jsonl`` and so on; none is ever deleted"""
+
     keep: Meta[int] = default(2)
     """How many of the newest checkpoints are kept"""
 
@@ -83,9 +104,13 @@ class UFormLearner(Learner, ResumableTask):
         ids = [listener.id for listener in self.listeners]
         if len(set(ids)) != len(ids):
             raise ValueError(f"the listeners have the ids {ids}, expected each once")
-        for name in ("max_epochs", "steps_per_epoch", "keep", "checkpoint_interval"):
+        for name in (
+            "max_epochs", "steps_per_epoch", "keep", "checkpoint_interval", "max_skipped", "window", "telemetry_bytes",
+        ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
+        if not 0.0 <= self.clip_norm < float("inf"):
+            raise ValueError(f"clip_norm is {self.clip_norm}, expected 0 (never) or a positive number")
         if self.checkpoint_steps < 0 or self.time_margin < 0 or self.rank_timeout <= 0:
             raise ValueError(
                 f"checkpoint_steps is {self.checkpoint_steps}, time_margin {self.time_margin} and rank_timeout "
@@ -158,6 +183,7 @@ class UFormLearner(Learner, ResumableTask):
         self._seed()
         with fabric.init_module():
             self.trainer.initialize(self.random.state, self.context)
+        self.frozen_counts = freeze(self.model, self.frozen)
         self.context.subject = replace(self.context.subject, data=fingerprint(self.trainer.sampler))
         for listener in self.listeners:
             listener.initialize(self, self.context)
@@ -169,6 +195,7 @@ class UFormLearner(Learner, ResumableTask):
             hooks=[hook for hook in self.hooks if isinstance(hook, OptimizationHook)],
             trainer_context=self.context,
         )
+        self.optimizer.clip_norm = self.clip_norm
         self.trainer.pre_train_setup(fabric)
 
     def _seed(self) -> None:
@@ -185,6 +212,7 @@ class UFormLearner(Learner, ResumableTask):
         self.optimizer.optimizers = list(wrapped) if isinstance(wrapped, (list, tuple)) else [wrapped]
         self.context.state.model = self.context.state._fabric_model = model
         self.trainer.model = self.trainer._fabric_model = model
+        self.observer = Observer(self, self.frozen_counts)
         for hook in self.context.hooks(InitializationHook):
             hook.after(self.context)
 
@@ -200,6 +228,7 @@ class UFormLearner(Learner, ResumableTask):
     def iter_train(self, fabric) -> Iterator[TrainState]:
         """Trains, and yields the state at the end of each epoch, its metrics logged and its checkpoint saved."""
         self.context.load_bestcheckpoint(self.max_epochs)
+        self.observer.resume()
         # A model that cannot be saved fails here, not after an epoch.
         self._save(fabric)
         self._leave_if_asked(fabric)
@@ -227,14 +256,17 @@ class UFormLearner(Learner, ResumableTask):
             ) as progress,
         ):
             for _ in range(done, self.steps_per_epoch):
-                self._step(next(batches))
+                start = perf_counter()
+                batch = next(batches)
+                self._step(batch, perf_counter() - start)
                 progress.update(1)
                 self._save_between(fabric)
                 self._leave_if_asked(fabric)
 
-    def _step(self, batch) -> None:
+    def _step(self, batch, wait: float) -> None:
         """One optimizer step, repeated with smaller microbatches when memory runs out."""
         self.context.begin_step()
+        self.observer.begin()
         start = perf_counter()
         while True:
             try:
@@ -242,6 +274,7 @@ class UFormLearner(Learner, ResumableTask):
                     for hook in self.context.hooks(StepTrainingHook):
                         hook.before(self.context)
                     self.trainer.process_batch(batch)
+                    self.optimizer.losses = losses_of(self.trainer)
                     self.context.add_metric(ScalarMetric("step_seconds", perf_counter() - start, 1))
                 break
             except RecoverableOOMError:
@@ -249,6 +282,7 @@ class UFormLearner(Learner, ResumableTask):
         for hook in self.context.hooks(StepTrainingHook):
             hook.after(self.context)
         self.context.end_step()
+        self.observer.end(batch, perf_counter() - start, wait)
         self.watchdog.report()
 
     def _save_between(self, fabric) -> None:
@@ -266,6 +300,7 @@ class UFormLearner(Learner, ResumableTask):
         return self.context.state
 
     def _save(self, fabric) -> None:
+        self.observer.sync()
         together(fabric, self.context.save_checkpoint)
         self.watchdog.report()
 
