@@ -29,6 +29,7 @@ from xpmir_uform.learner.origin import Checkpoint
 from xpmir_uform.learner.scaling import Optimizers
 from xpmir_uform.learner.signals import Interruptions
 from xpmir_uform.learner.together import Watchdog, any_rank, limit_waiting, together
+from xpmir_uform.trainer.trainer import check_heads
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +97,7 @@ class UFormLearner(Learner, ResumableTask):
     def __validate__(self):
         if not self.optimizers:
             raise ValueError("optimizers is empty, expected at least one: adamw(schedule) makes them")
-        if getattr(self.model, "pooled", True) is None:
-            raise ValueError("the model has no pooled head, which the losses need: give it pooled=PooledHead(...)")
+        check_heads(getattr(self.trainer, "losses", ()), self.model)
         strategy = self.fabric_config.strategy
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy is {strategy!r}, expected one of {', '.join(STRATEGIES)}")
