@@ -3,11 +3,15 @@
 S samples at the rate of the shape, T chunks (tokens), P samples of one chunk.
 """
 
+from contextlib import suppress
+from io import BytesIO
+
 import numpy as np
+import soundfile
 import soxr
 from av import AudioFrame
 
-from xpmir_uform.data.decoding.media import declared_seconds, frames, reading
+from xpmir_uform.data.decoding.media import declared_seconds, frames, reading, refusing
 from xpmir_uform.data.items import Item
 from xpmir_uform.data.segments import Segment
 from xpmir_uform.data.shapes import AudioShape
@@ -43,20 +47,8 @@ def open_audio(item: Item, shape: AudioShape) -> np.ndarray:
     Raises:
         UnreadableItem: as in :func:`decode`.
     """
-    with reading(item, "audio") as (container, stream):
-        if (declared_seconds(container, stream) or 0) > shape.max_seconds + HEADER_EXCESS:
-            raise ValueError(_too_long(shape))
-        parts: list[np.ndarray] = []
-        rate = count = 0
-        for frame in frames(container, stream):
-            rate = _checked_rate(frame.sample_rate, rate)
-            parts.append(_mixed(frame))
-            count += len(parts[-1])
-            if _resampled_length(count, rate, shape) > shape.most_samples:
-                raise ValueError(_too_long(shape))
-        if not count:
-            raise ValueError("it has no sample")
-        return resampled(np.concatenate(parts), rate, shape.sample_rate)
+    with refusing(item):
+        return resampled(*_read(item, shape), shape.sample_rate)
 
 
 def resampled(samples: np.ndarray, rate: int, new_rate: int) -> np.ndarray:
@@ -84,6 +76,44 @@ def chunks(samples: np.ndarray, shape: AudioShape) -> Segment:
     return Segment(Modality.AUDIO, values.reshape(count, -1), (1, 1, count))
 
 
+def _read(item: Item, shape: AudioShape) -> tuple[np.ndarray, int]:
+    """The mean of the channels, (S_file,) float32, and their rate."""
+    if item.content.startswith(b"OggS"):
+        # FFmpeg ends a Vorbis stream up to 128 samples too early or too late. What libsndfile does not know, such as a
+        # video's track, is left to FFmpeg.
+        with suppress(soundfile.LibsndfileError):
+            return _read_ogg(item.content, shape)
+    return _read_frames(item, shape)
+
+
+def _read_frames(item: Item, shape: AudioShape) -> tuple[np.ndarray, int]:
+    with reading(item, "audio") as (container, stream):
+        if (declared_seconds(container, stream) or 0) > shape.max_seconds + HEADER_EXCESS:
+            raise ValueError(_too_long(shape))
+        parts: list[np.ndarray] = []
+        rate = count = 0
+        for frame in frames(container, stream):
+            rate = _checked_rate(frame.sample_rate, rate)
+            parts.append(_mixed(_channels(frame)))
+            count += len(parts[-1])
+            if count > _most_samples(rate, shape):
+                raise ValueError(_too_long(shape))
+        if not count:
+            raise ValueError("it has no sample")
+    return np.concatenate(parts), rate
+
+
+def _read_ogg(content: bytes, shape: AudioShape) -> tuple[np.ndarray, int]:
+    with soundfile.SoundFile(BytesIO(content)) as file:
+        most = _most_samples(file.samplerate, shape)
+        values = file.read(most + 1, dtype="float32", always_2d=True)
+        if len(values) > most:
+            raise ValueError(_too_long(shape))
+        if not len(values):
+            raise ValueError("it has no sample")
+        return _mixed(values.T), file.samplerate
+
+
 def _too_long(shape: AudioShape) -> str:
     return f"it is longer than {shape.max_seconds:g} seconds, the limit of the audio shape (max_seconds)"
 
@@ -97,19 +127,23 @@ def _checked_rate(rate: int, before: int) -> int:
     return rate
 
 
-def _resampled_length(count: int, rate: int, shape: AudioShape) -> int:
-    return (2 * count * shape.sample_rate + rate) // (2 * rate)
+def _most_samples(rate: int, shape: AudioShape) -> int:
+    """The longest legal sound at another rate: S with round(S * sample_rate / rate) <= shape.most_samples."""
+    return ((2 * shape.most_samples + 1) * rate - 1) // (2 * shape.sample_rate)
 
 
-def _mixed(frame: AudioFrame) -> np.ndarray:
-    """(S,) float32 in -1..1: the mean of a frame's channels."""
+def _channels(frame: AudioFrame) -> np.ndarray:
+    """(C, S) float: the channels of a frame, of full scale 1."""
     values: np.ndarray = frame.to_ndarray()
     if not frame.format.is_planar:
         values = values.reshape(-1, frame.layout.nb_channels).T
     if values.dtype == np.uint8:
-        values = values.astype(np.float32) / 128 - 1
-    elif values.dtype.kind == "i":
-        values = values / -float(np.iinfo(values.dtype).min)
-    if not np.isfinite(values).all():
+        return values.astype(np.float32) / 128 - 1
+    return values / -float(np.iinfo(values.dtype).min) if values.dtype.kind == "i" else values
+
+
+def _mixed(channels: np.ndarray) -> np.ndarray:
+    """(S,) float32 in -1..1: the mean of (C, S) channels."""
+    if not np.isfinite(channels).all():
         raise ValueError("some samples are NaN or infinite")
-    return np.clip(values, -1, 1).mean(axis=0, dtype=np.float64).astype(np.float32)
+    return np.clip(channels, -1, 1).mean(axis=0, dtype=np.float64).astype(np.float32)

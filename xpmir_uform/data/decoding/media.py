@@ -50,9 +50,17 @@ def reading(item: Item, kind: str) -> Iterator[tuple[InputContainer, Any]]:
     Raises:
         UnreadableItem: the file is of no known format, has no such stream, or the block raised an error of reading.
     """
+    with refusing(item), _opened(item.content) as container:
+        yield container, _stream(container, kind)
+
+
+@contextmanager
+def refusing(item: Item) -> Iterator[None]:
+    """Makes what is raised within, as damaged files raise nearly anything, the error that names ``item``."""
     try:
-        with _opened(item.content) as container:
-            yield container, _stream(container, kind)
+        yield
+    except UnreadableItem:
+        raise
     except _DAMAGE as error:
         raise UnreadableItem.of(item, _reason(error)) from error
 
