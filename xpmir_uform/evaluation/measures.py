@@ -11,7 +11,7 @@ import ir_measures
 import torch
 from ir_measures import RR, R, nDCG
 
-MEASURES = {"MRR": RR, "R@1": R @ 1, "R@10": R @ 10, "nDCG@10": nDCG @ 10}
+MEASURES = {"MRR": RR, "MRR@10": RR @ 10, "R@1": R @ 1, "R@10": R @ 10, "nDCG@10": nDCG @ 10}
 
 
 def measure(ranking: torch.Tensor, relevant: Sequence[Sequence[int]]) -> dict[str, float]:
@@ -43,10 +43,10 @@ def chance(documents: int, relevant: Sequence[Sequence[int]], depth: int | None 
 
 def expected(name: str, documents: int, r: int, depth: int) -> float:
     """The expected value of one measure for a query with r of D documents relevant."""
-    if name == "MRR":
-        firsts = range(1, min(documents - r + 1, depth) + 1)
+    cut = min(int(name.partition("@")[2] or documents), documents)
+    if name.startswith("MRR"):
+        firsts = range(1, min(documents - r + 1, depth, cut) + 1)
         return sum(comb(documents - first, r - 1) / first for first in firsts) / comb(documents, r)
-    cut = min(int(name.partition("@")[2]), documents)
     if name.startswith("R@"):
         return min(cut, depth) / documents
     gains = [1 / log2(rank + 1) for rank in range(1, cut + 1)]

@@ -1,4 +1,4 @@
-"""Retrieval with a model's pooled embeddings: a task, and a listener that watches training.
+"""Retrieval with a model: a task, and a listener that watches the pooled embeddings in training.
 
 The model is known by its methods alone: ``encode(items) -> (N, d)`` and ``save_model(folder)``.
 """
@@ -18,17 +18,22 @@ from xpm_torch.trainers.context import TrainerContext, TrainState
 from xpmir_uform.data.fields import default
 from xpmir_uform.data.retrieval import Retrieval, RetrievalSet
 from xpmir_uform.evaluation.measures import MEASURES, chance, measure
-from xpmir_uform.evaluation.search import cosine_search
+from xpmir_uform.evaluation.rankers import Ranker, pooled_ranking
 
 logger = logging.getLogger(__name__)
 
 DEPTH = 1000
 
 
-def rank(model: Any, retrieval: Retrieval, depth: int = DEPTH) -> torch.Tensor:
-    """(Q, min(depth, D)) int64: the nearest documents of each query."""
-    queries, documents = model.encode(retrieval.queries), model.encode(retrieval.documents)
-    return cosine_search(queries, documents, depth).cpu()
+def results(ranking: torch.Tensor, retrieval: Retrieval, depth: int) -> dict[str, Any]:
+    """What is recorded of a ranking: its measures, those of chance, and the first ``depth`` documents of each query."""
+    return {
+        "measures": measure(ranking, retrieval.relevant),
+        "chance": chance(len(retrieval.documents), retrieval.relevant, DEPTH),
+        "queries": len(retrieval.queries),
+        "documents": len(retrieval.documents),
+        "nearest": ranking[:, :depth].tolist(),
+    }
 
 
 class RetrievalValidation(LearnerListener):
@@ -44,7 +49,7 @@ class RetrievalValidation(LearnerListener):
     """What is searched"""
 
     measure: Param[str] = default("MRR")
-    """The measure that decides which epoch is the best: MRR, R@1, R@10 or nDCG@10"""
+    """The measure that decides which epoch is the best: MRR, MRR@10, R@1, R@10 or nDCG@10"""
 
     interval: Param[int] = default(1)
     """Epochs between two validations"""
@@ -91,7 +96,7 @@ class RetrievalValidation(LearnerListener):
     def validate(self, state: TrainState) -> None:
         """Measures, logs, keeps the weights if they are the best so far, and then records the epoch."""
         model = getattr(state.model, "_original_module", state.model)
-        values = measure(rank(model, self.loaded), self.loaded.relevant)
+        values = measure(pooled_ranking(model, self.loaded, DEPTH), self.loaded.relevant)
         logger.info("epoch %d, %s: %s", state.epoch, self.id, values)
         for name, value in values.items():
             self.context.metrics_logger.log_scalar(f"{self.id}/{name}", value, state.step)
@@ -119,6 +124,9 @@ class RetrievalEvaluation(Task):
     retrievals: Param[dict[str, RetrievalSet]]
     """The search problems by name"""
 
+    ranker: Param[Ranker | None] = default()
+    """How documents are ordered; None: by pooled embeddings"""
+
     depth: Param[int] = default(10)
     """How many of each query's documents are recorded"""
 
@@ -142,11 +150,5 @@ class RetrievalEvaluation(Task):
     def evaluate(self, name: str) -> dict[str, Any]:
         """The results of one problem."""
         retrieval = self.retrievals[name].load()
-        ranking = rank(self.model, retrieval)
-        return {
-            "measures": measure(ranking, retrieval.relevant),
-            "chance": chance(len(retrieval.documents), retrieval.relevant, DEPTH),
-            "queries": len(retrieval.queries),
-            "documents": len(retrieval.documents),
-            "nearest": ranking[:, : self.depth].tolist(),
-        }
+        rank = self.ranker.rank if self.ranker else pooled_ranking
+        return results(rank(self.model, retrieval, DEPTH), retrieval, self.depth)
