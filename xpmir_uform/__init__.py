@@ -32,6 +32,7 @@ _HOMES = {
     "xpmir_uform.losses.choices": ("ChoicesLoss",),
     "xpmir_uform.losses.contrastive": ("ContrastiveLoss", "Negatives"),
     "xpmir_uform.losses.forms": ("BalancedForm", "RankedForm", "SigmoidForm"),
+    "xpmir_uform.losses.masked": ("MaskedLoss",),
     "xpmir_uform.model.heads": ("ByteHead", "PatchHead", "PooledHead", "TokenHead"),
     "xpmir_uform.model.uform": ("UFormEncoder",),
     "xpmir_uform.trainer.optimizers": ("adamw",),

@@ -1,0 +1,179 @@
+"""Masked reconstruction: bytes and patches that were hidden from the encoder are told from what surrounds them.
+
+Letters: R masked bytes, K masked patches of one modality, P values of one patch.
+"""
+
+from math import isfinite
+
+import torch
+from experimaestro import Param
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from xpmir_uform.data.draws import Purpose, generator
+from xpmir_uform.data.fields import default
+from xpmir_uform.data.items import Item
+from xpmir_uform.data.masking import LONGEST_MEAN, mask_patches, mask_text
+from xpmir_uform.data.questions import Questions
+from xpmir_uform.data.segments import Segment
+from xpmir_uform.data.vocabulary import Modality
+from xpmir_uform.losses.base import AdditiveLoss, Answers, LossValue
+
+NAMES = {modality: modality.name.lower() for modality in Modality}
+DEFAULTS = {
+    # Bytes: ByT5 (Xue et al., TACL 2022, section 3.2), and BERT (Devlin et al., NAACL 2019, section 3.1).
+    "token_mask_probability": 0.15,
+    "token_mean_span": 20.0,
+    "replace_fraction": 0.8,
+    "random_fraction": 0.1,
+    # MAE (He et al., CVPR 2022), VideoMAE (Tong et al., NeurIPS 2022), Audio-MAE (Huang et al., NeurIPS 2022).
+    "image_mask_ratio": 0.75,
+    "video_mask_ratio": 0.9,
+    "audio_mask_ratio": 0.8,
+    **{f"{name}_weight": 1.0 for name in NAMES.values()},
+}
+"""What a field that is not given is taken for."""
+
+RATIOS = ("token_mask_probability", *(name for name in DEFAULTS if name.endswith("_ratio")))
+WEIGHTS = tuple(name for name in DEFAULTS if name.endswith("_weight"))
+
+
+def byte_loss(logits: Tensor, truth: Tensor) -> Tensor:
+    """0-d: the cross-entropy of masked bytes, summed over them, in float32 or wider; 0 of none.
+
+    Args:
+        logits: (R, 256) float.
+        truth: (R,) int64.
+    """
+    return cross_entropy(widened(logits), truth, reduction="sum")
+
+
+def patch_loss(told: Tensor, truth: Tensor) -> Tensor:
+    """0-d: the mean squared error of masked patches, summed over them, in float32 or wider; 0 of none.
+
+    Args:
+        told, truth: (K, P) float.
+    """
+    return (widened(told) - truth).square().mean(dim=1).sum()
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """The tensor in float32 or wider."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+class MaskedLoss(AdditiveLoss):
+    """Teaches the byte and patch decoders what was masked.
+
+    For each modality the mean, over its masked places of the global batch, of the cross-entropy of a byte or of the
+    mean squared error of a patch that is standardised by its own mean and deviation; the weighted sum of these means. A
+    modality without a masked place adds 0. What is masked is a function of the seed, the step and the item's key.
+    """
+
+    __xpmid__ = "uform.masked-loss"
+
+    token_mask_probability: Param[float | None] = default()
+    """Share of a text's bytes that are chosen, in spans; absent: 0.15 (ByT5)"""
+
+    token_mean_span: Param[float | None] = default()
+    """Mean length of a span, in bytes, geometrically distributed; absent: 20 (ByT5)"""
+
+    replace_fraction: Param[float | None] = default()
+    """Probability that a chosen byte is replaced by the mask slot; absent: 0.8 (BERT)"""
+
+    random_fraction: Param[float | None] = default()
+    """Probability that it is replaced by a random byte; absent: 0.1 (BERT)"""
+
+    image_mask_ratio: Param[float | None] = default()
+    """Share of an image's patches that are masked; absent: 0.75 (MAE)"""
+
+    video_mask_ratio: Param[float | None] = default()
+    """Share of a video's tubes that are masked; absent: 0.9 (VideoMAE)"""
+
+    audio_mask_ratio: Param[float | None] = default()
+    """Share of a sound's chunks that are masked; absent: 0.8 (Audio-MAE)"""
+
+    text_weight: Param[float | None] = default()
+    """Factor of the mean over bytes; absent: 1"""
+
+    image_weight: Param[float | None] = default()
+    """Factor of the mean over an image's patches; absent: 1"""
+
+    video_weight: Param[float | None] = default()
+    """Factor of the mean over tubes; absent: 1"""
+
+    audio_weight: Param[float | None] = default()
+    """Factor of the mean over chunks; absent: 1"""
+
+    NAME = "masked"
+    HEADS = ("bytes", "patches")
+    STATS = (*(f"{name}_loss" for name in NAMES.values()), *(f"{name}_places" for name in NAMES.values()))
+
+    def __validate__(self):
+        for name in RATIOS:
+            if not 0 <= setting(self, name) <= 1:
+                raise ValueError(f"{name} is {setting(self, name)}, expected 0 (nothing) to 1 (everything)")
+        replaced, random = setting(self, "replace_fraction"), setting(self, "random_fraction")
+        if min(replaced, random) < 0 or not replaced + random <= 1:
+            raise ValueError(
+                f"replace_fraction is {replaced} and random_fraction {random}, expected at least 0 and at most 1 in all"
+            )
+        if not 1 <= setting(self, "token_mean_span") <= LONGEST_MEAN:
+            raise ValueError(
+                f"token_mean_span is {setting(self, 'token_mean_span')}, expected 1 to {LONGEST_MEAN} bytes"
+            )
+        for name in WEIGHTS:
+            if not (setting(self, name) >= 0 and isfinite(setting(self, name))):
+                raise ValueError(f"{name} is {setting(self, name)}, expected finite and at least 0")
+
+    def ask(self, segment: Segment, item: Item, seed: int, step: int) -> Segment:
+        """The segment with some of its tokens masked."""
+        draw = generator(seed, Purpose.MASK, step, item.key)
+        if segment.modality == Modality.TEXT:
+            fractions = setting(self, "replace_fraction"), setting(self, "random_fraction")
+            probability, mean_span = setting(self, "token_mask_probability"), setting(self, "token_mean_span")
+            return mask_text(segment, probability, mean_span, fractions, draw)
+        return mask_patches(segment, setting(self, f"{NAMES[segment.modality]}_mask_ratio"), draw)
+
+    def counts(self, questions: Questions) -> Tensor:
+        """(4,) float64: the masked places of each modality."""
+        asked = [
+            len(questions.bytes if modality == Modality.TEXT else questions.patches.get(modality, ()))
+            for modality in Modality
+        ]
+        return torch.tensor(asked, dtype=torch.float64)
+
+    def compute(self, answers: Answers, questions: Questions, counts: Tensor) -> LossValue:
+        """The part of the unweighted loss that a microbatch adds.
+
+        ``text_loss`` and its like are its part of the mean over a modality, before its weight; ``text_places`` the
+        masked places.
+        """
+        means = {
+            modality: total / max(1.0, every)
+            for modality, every in zip(Modality, counts.tolist(), strict=True)
+            if (total := loss_of(modality, answers, questions)) is not None
+        }
+        value = torch.stack([setting(self, f"{NAMES[modality]}_weight") * mean for modality, mean in means.items()])
+        stats = dict.fromkeys(self.STATS, 0.0)
+        stats |= {f"{NAMES[modality]}_loss": float(mean) for modality, mean in means.items()}
+        asked = zip(NAMES.values(), self.counts(questions).tolist(), strict=True)
+        return LossValue(value.sum(), stats | {f"{name}_places": count for name, count in asked})
+
+
+def setting(loss: MaskedLoss, name: str) -> float:
+    """The value of a field, or that which an absent one is taken for; 0 is a value like any other."""
+    value = getattr(loss, name)
+    return DEFAULTS[name] if value is None else value
+
+
+def loss_of(modality: Modality, answers: Answers, questions: Questions) -> Tensor | None:
+    """0-d: the sum over the masked places of one modality; None: the model does not read it."""
+    if modality == Modality.TEXT:
+        assert answers.bytes is not None
+        return byte_loss(answers.bytes, questions.bytes.to(answers.bytes.device))
+    told = (answers.patches or {}).get(modality)
+    if told is None:
+        return None
+    truth = questions.patches.get(modality)
+    return patch_loss(told, told.new_zeros(told.shape) if truth is None else truth.to(told.device))
