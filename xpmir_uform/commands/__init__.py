@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-NAMES = ("checkpoint",)
+NAMES = ("checkpoint", "report")
 """The subcommands; a new one is a module and its name here."""
 
 

@@ -1,0 +1,101 @@
+"""The report of a run: one HTML page that needs nothing else, and one PNG."""
+
+import base64
+import os
+import time
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from xpmir_uform.learner.files import aside
+from xpmir_uform.learner.telemetry import read_alerts, read_telemetry
+from xpmir_uform.reports.run import lineage, tables, views
+from xpmir_uform.reports.run.columns import read_columns
+from xpmir_uform.reports.run.job import check, read_configuration, read_histories, read_state
+from xpmir_uform.reports.run.panels import Panel, png, svg
+from xpmir_uform.reports.run.words import moment
+
+SECTIONS = ("summary", "alerts", "curves", "throughput", "memory", "lineage", "environment", "configuration")
+PICTURES = ("curves", "throughput", "memory")
+
+
+def picture(panel: Panel) -> dict[str, str]:
+    """A panel as the template wants it: an image within the page."""
+    return {"title": panel.title, "caption": panel.caption(), "data": base64.b64encode(svg(panel)).decode()}
+
+
+def write(path: Path, content: bytes) -> None:
+    """Writes a file that is whole or absent."""
+    part = aside(path)
+    part.write_bytes(content)
+    os.replace(part, path)
+
+
+def contents(job: Path, now: float) -> dict[str, Any]:
+    """Everything that the page shows, panels not yet drawn.
+
+    Raises:
+        ValueError: the folder is no job with telemetry.
+    """
+    check(job)
+    columns, alerts, state = read_columns(read_telemetry(job)), list(read_alerts(job)), read_state(job)
+    configuration, unconfigured = read_configuration(job)
+    checkpoints = lineage.read_checkpoints(job)
+    newest = columns.newest
+    return {
+        "title": f"Run {str(newest.get('identifier') or job.resolve().name)[:12]}",
+        "identifier": newest.get("identifier") or "not recorded",
+        "folder": str(job.resolve()),
+        "sections": SECTIONS,
+        "state": state,
+        "newest": moment(newest.get("time")),
+        "made": moment(now),
+        "tiles": tables.tiles(columns, alerts, state.name == "done"),
+        "notes": tables.notes(columns),
+        "alerts": tables.alert_grid(alerts),
+        "curves": [*views.training(columns), *views.validations(read_histories(job, configuration))],
+        "throughput": views.throughput(columns),
+        "memory": views.memory(columns),
+        "statistics": tables.statistic_grid(columns),
+        "parameters": tables.parameter_grid(columns),
+        "lineage": lineage.lineage_grid(checkpoints),
+        "resumes": lineage.resume_grid(checkpoints),
+        "environment": lineage.environment_grid(newest, checkpoints),
+        "configuration": configuration,
+        "unconfigured": unconfigured,
+    }
+
+
+def render(shown: Mapping[str, Any]) -> bytes:
+    """The page; names that hold markup are shown, never obeyed."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(files(__package__).joinpath("page.html").read_text())
+    drawn = {name: [picture(panel) for panel in shown[name]] for name in PICTURES}
+    # A lone surrogate, which JSON allows in a name, has no encoding.
+    return template.render({**shown, **drawn}).encode(errors="replace")
+
+
+def report(job: Path, page: Path | None = None, now: float | None = None) -> tuple[Path, Path]:
+    """Writes the report of a job, whether it runs, is done or has failed.
+
+    Args:
+        job: its folder.
+        page: where the page goes; None: ``report.html`` in the job's folder. The picture lies beside it, as ``.png``.
+        now: what is written as the time of the report; None: the time.
+
+    Returns:
+        the page and the picture.
+
+    Raises:
+        ValueError: the folder is no job of a learner, or has no telemetry.
+        OSError: the report cannot be written.
+    """
+    page = page or job / "report.html"
+    shown = contents(job, time.time() if now is None else now)
+    panels = [panel for name in PICTURES for panel in shown[name]]
+    write(page, render(shown))
+    write(page.with_suffix(".png"), png(panels, f"{shown['title']}, {shown['state'].name}, {shown['newest']}"))
+    return page, page.with_suffix(".png")
