@@ -79,6 +79,7 @@ CONFIGURATIONS = {
     "sigmoid loss across": lambda: ContrastiveLoss.C(negatives=Negatives.ACROSS, ambient_weight=0.5),
     "ranked loss": lambda: ContrastiveLoss.C(form=RankedForm.C(), weight=2.0),
     "masked loss": lambda: MaskedLoss.C(token_mask_probability=0.3, image_mask_ratio=0.0, weight=0.5),
+    "choices loss": lambda: ChoicesLoss.C(weight=0.5),
     "schedule": lambda: CosineSchedule.C(learning_rate=1e-3, min_learning_rate=1e-5, warmup_steps=10, steps=100),
     "emoji retrieval": lambda: EmojiRetrieval.C(collection=collection(limit=40), direction="text-image"),
     "learner": learner,

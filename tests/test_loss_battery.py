@@ -1,32 +1,56 @@
-"""What every registered loss must do, and ContrastiveLoss in each of its forms."""
+"""What every registered loss must do: joint losses first, then additive ones."""
 
 import inspect
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import xpmir_uform
-from xpmir_uform import Bag, BalancedForm, Batch, ContrastiveLoss, Item, Modality, Negatives, RankedForm, SigmoidForm
+from xpmir_uform import (
+    Bag,
+    BalancedForm,
+    Batch,
+    ChoicesLoss,
+    ContrastiveLoss,
+    Item,
+    Modality,
+    Negatives,
+    RankedForm,
+    SigmoidForm,
+)
 from xpmir_uform.data.checks import validate
-from xpmir_uform.losses.base import Encoded
+from xpmir_uform.data.questions import Questions
+from xpmir_uform.data.segments import Segment
+from xpmir_uform.losses.base import AdditiveLoss, Answers, Encoded, JointLoss
 from xpmir_uform.losses.registry import LOSSES
 
 ROOT = Path(__file__).parents[1]
-VARIANTS = {
-    **{name: loss.C for name, loss in LOSSES.items()},
+
+JOINT = {
+    **{name: loss.C for name, loss in LOSSES.items() if issubclass(loss, JointLoss)},
     "contrastive, balanced": lambda: ContrastiveLoss.C(form=BalancedForm.C()),
     "contrastive, ranked": lambda: ContrastiveLoss.C(form=RankedForm.C()),
     "contrastive, across": lambda: ContrastiveLoss.C(negatives=Negatives.ACROSS),
     "contrastive, named": lambda: ContrastiveLoss.C(form=SigmoidForm.C(), negatives=Negatives.NAMED),
     "contrastive, levels": lambda: ContrastiveLoss.C(matryoshka_dimensions=[2, 5], ambient_weight=0.5),
 }
+ADDITIVE = {
+    **{name: loss.C for name, loss in LOSSES.items() if issubclass(loss, AdditiveLoss)},
+    "choices, reference": lambda: ChoicesLoss.C(backend="reference"),
+}
 
 
-@pytest.fixture(params=VARIANTS)
+@pytest.fixture(params=JOINT)
 def loss(request):
-    return VARIANTS[request.param]().instance()
+    return JOINT[request.param]().instance()
+
+
+@pytest.fixture(params=ADDITIVE)
+def added(request):
+    return ADDITIVE[request.param]().instance()
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +121,117 @@ def test_a_batch_without_a_cell_costs_nothing(loss):
     assert all(not gradient.any() for gradient in gradients(value, encoded))
 
 
+def sized(modality, tokens, values, draw):
+    """A segment of some tokens, each of some values."""
+    if modality == Modality.TEXT:
+        return Segment(modality, draw.integers(0, 256, tokens).astype(np.int16), (1, 1, tokens))
+    return Segment(modality, draw.normal(size=(tokens, values)).astype(np.float32), (1, tokens // 3, 3))
+
+
+@pytest.fixture(scope="module")
+def things():
+    """Items and segments: of every modality, long and short, with and without choices."""
+    draw = np.random.default_rng(3)
+    sizes = [*[(Modality.TEXT, n, 0) for n in (70, 1, 40, 3, 90)], (Modality.IMAGE, 12, 6), (Modality.AUDIO, 9, 4)]
+    segments = [sized(*size, draw) for size in [*sizes, (Modality.VIDEO, 15, 8)]]
+    offered = {0: (b"yn", (0.25, 0.75)), 3: (b"a", (1.0,)), 4: (bytes(range(97, 107)), (0.1,) * 10), 5: (b"yn", (1, 0))}
+    items = [
+        Item(s.modality, b"%d" % n, n, choices=offered.get(n, (b"", ()))[0], targets=offered.get(n, (b"", ()))[1])
+        for n, s in enumerate(segments)
+    ]
+    return items, segments
+
+
+class Asked:
+    """Some items as a loss asks about them, and answers drawn for each item by itself."""
+
+    def __init__(self, loss, things, numbers):
+        items, plain = things
+        segments = [loss.ask(plain[number], items[number], 7, 2) for number in numbers]
+        rows = {"bytes": [], "choices": [], **{modality: [] for modality in list(Modality)[1:]}}
+        for number, segment in zip(numbers, segments, strict=True):
+            masked = 0 if segment.masked is None else len(segment.masked)
+            kind = "bytes" if segment.modality == Modality.TEXT else segment.modality
+            width = 256 if kind == "bytes" else segment.values.shape[1]
+            draw = torch.Generator().manual_seed(number)
+            rows[kind].append(torch.randn(masked, width, generator=draw, dtype=torch.float64))
+            rows["choices"].append(torch.randn(int(segment.answers), 256, generator=draw, dtype=torch.float64))
+        answering = [items[number] for number, segment in zip(numbers, segments, strict=True) if segment.answers]
+        none = torch.zeros(0, 256, dtype=torch.float64)
+        self.leaves = {k: torch.cat(parts or [none]).requires_grad_() for k, parts in rows.items()}
+        self.questions = Questions.of(segments, answering)
+        self.segments = segments
+
+    def compute(self, loss, counts, leaves=None):
+        found = dict(zip(self.leaves, leaves or self.leaves.values(), strict=True))
+        answers = Answers(bytes=found.pop("bytes"), choices=found.pop("choices"), patches=found)
+        return loss.compute(answers, self.questions, counts)
+
+    def gradients(self, value):
+        found = torch.autograd.grad(value, list(self.leaves.values()), allow_unused=True)
+        pairs = zip(self.leaves.items(), found, strict=True)
+        return {name: torch.zeros_like(leaf) if g is None else g for (name, leaf), g in pairs}
+
+
+def test_parts_of_questions_add_up_to_the_whole(added, things):
+    whole = Asked(added, things, range(8))
+    parts = [Asked(added, things, part) for part in ([0, 1, 2], [], [3], [4, 5, 6, 7])]
+    counts = sum(added.counts(part.questions) for part in parts)
+    torch.testing.assert_close(counts, added.counts(whole.questions))
+    assert counts.dtype == torch.float64
+    expected = whole.compute(added, counts)
+    found = [part.compute(added, counts) for part in parts]
+    torch.testing.assert_close(sum(part.value for part in found), expected.value, rtol=1e-12, atol=1e-14)
+    assert expected.value > 0
+    assert all(tuple(part.stats) == added.STATS for part in found)
+    for name in added.STATS:
+        assert sum(part.stats[name] for part in found) == pytest.approx(expected.stats[name], rel=1e-9, abs=1e-12)
+    gradients = [part.gradients(value.value) for part, value in zip(parts, found, strict=True)]
+    for name, gradient in whole.gradients(expected.value).items():
+        one = torch.cat([part[name] for part in gradients if part[name].numel()] or [gradient])
+        torch.testing.assert_close(one, gradient, rtol=1e-11, atol=1e-14)
+
+
+def test_the_order_of_questions_changes_nothing(added, things):
+    whole, other = Asked(added, things, range(8)), Asked(added, things, [5, 0, 7, 3, 6, 1, 4, 2])
+    counts = added.counts(whole.questions)
+    found, expected = other.compute(added, counts), whole.compute(added, counts)
+    torch.testing.assert_close(found.value, expected.value, rtol=1e-12, atol=1e-14)
+    assert found.stats == pytest.approx(expected.stats, rel=1e-9, abs=1e-12)
+
+
+def test_gradients_of_questions_are_those_of_finite_differences(added, things):
+    asked = Asked(added, things, range(8))
+    counts = added.counts(asked.questions)
+    leaves = tuple(asked.leaves.values())
+    assert torch.autograd.gradcheck(lambda *given: asked.compute(added, counts, given).value, leaves, fast_mode=True)
+
+
+def test_nothing_asked_costs_nothing(added, things):
+    nobody = Asked(added, things, [])
+    value = nobody.compute(added, added.counts(nobody.questions)).value
+    assert value.item() == 0.0
+    assert value.requires_grad
+    plain = [things[1][number] for number in range(8)]
+    silent = Questions.of(plain, [])
+    logits = torch.zeros(0, 256, requires_grad=True)
+    patches = {modality: torch.zeros(0, 4, requires_grad=True) for modality in list(Modality)[1:]}
+    value = added.compute(Answers(bytes=logits, choices=logits, patches=patches), silent, added.counts(silent)).value
+    assert value.item() == 0.0
+    value.backward()
+
+
+def test_what_is_asked_is_keyed_and_adds_no_token(added, things):
+    one, other = Asked(added, things, range(8)), Asked(added, things, [3, 0])
+    for place, number in enumerate([3, 0]):
+        for field in ("values", "masked", "truth", "answers"):
+            np.testing.assert_array_equal(
+                getattr(one.segments[number], field), getattr(other.segments[place], field), strict=True
+            )
+    for plain, asked in zip(things[1], one.segments, strict=True):
+        assert (asked.tokens, asked.grid, asked.modality) == (plain.tokens, plain.grid, plain.modality)
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_is_exported_documented_and_frozen(name):
     loss = LOSSES[name]
@@ -118,3 +253,8 @@ def test_a_loss_is_exported_documented_and_frozen(name):
 def test_impossible_settings_are_refused(params, message):
     with pytest.raises(ValueError, match=message):
         validate(ContrastiveLoss.C(**params))
+
+
+def test_an_unknown_back_end_of_choices_is_refused():
+    with pytest.raises(ValueError, match="backend is 'cuda', expected one of auto"):
+        validate(ChoicesLoss.C(backend="cuda"))

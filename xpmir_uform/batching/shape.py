@@ -30,6 +30,10 @@ def refuse(bags: Sequence[BagSize], sizes: Sizes, limits: Mapping[str, int]) -> 
             )
 
 
+LIMITS = ("rows", "columns", "segments", "bags", "choices", "max_choices_per_item")
+"""The fields of a batch shape."""
+
+
 class BatchShape(Config):
     """What one microbatch on one device may hold at most; 0: no limit.
 
@@ -54,8 +58,11 @@ class BatchShape(Config):
     choices: Meta[int] = default(0)
     """Choices that the items offer, all together"""
 
+    max_choices_per_item: Meta[int] = default(0)
+    """Choices that one item may offer; an item with more is refused"""
+
     def __validate__(self):
-        given = {name: getattr(self, name) for name in ("rows", "columns", "segments", "bags", "choices")}
+        given = {name: getattr(self, name) for name in LIMITS}
         if min(given.values()) < 0:
             raise ValueError(f"the batch shape is {given}, expected no negative limit; 0 means no limit")
         if self.rows and not self.columns:

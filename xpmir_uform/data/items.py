@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
+from typing import Any
 
 from xpmir_uform.data.draws import key_of
 from xpmir_uform.data.vocabulary import Modality, Side
@@ -22,7 +23,7 @@ class Item:
         side: its part in late interaction.
         group: its temperature group.
         choices: legal answers, distinct byte values.
-        targets: their probabilities, which sum to one.
+        targets: their probabilities, which sum to one; also as an array or tensor, such as a model's own answer.
     """
 
     modality: Modality
@@ -32,6 +33,11 @@ class Item:
     group: int = 0
     choices: bytes = b""
     targets: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.targets, tuple):
+            given: Any = self.targets
+            object.__setattr__(self, "targets", tuple(given.tolist() if hasattr(given, "tolist") else given))
 
     @classmethod
     def text(cls, text: str, key: int | None = None, **others) -> "Item":

@@ -34,6 +34,21 @@ def check_batch(batch: "Batch") -> None:
     _check_edges(batch)
 
 
+def check_choice_counts(batch: "Batch", most: int) -> None:
+    """Refuses an item that offers more than ``most`` choices.
+
+    Raises:
+        ValueError: names the item by its number and key.
+    """
+    counts = batch.choices.lengths()
+    number = _first(counts > most)
+    if number is not None:
+        raise ValueError(
+            f"{batch.describe(number)} offers {counts[number]} choices and max_choices_per_item of the batch shape is "
+            f"{most}: raise it, or offer fewer"
+        )
+
+
 def name_item(number: int, key: Any, modality: int, size: int) -> str:
     """How messages name an item of a batch: ``item 3 (key 0x000000000000002a, text, 12 bytes)``."""
     key = f"{int(key):#018x}" if isinstance(key, int | np.integer) else repr(key)

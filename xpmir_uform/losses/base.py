@@ -1,15 +1,16 @@
 """What every loss takes and gives.
 
-A *joint* loss compares the items of the whole global batch. An *additive* one is a mean over places that each item has
-by itself: it adds up over microbatches.
+A *joint* loss compares the items of the whole global batch, by their embeddings or by scores of their token vectors.
+An *additive* one is a mean over places that each item has by itself: it adds up over microbatches.
 
-Letters: N items of the global batch, d embedding width, G temperature groups, n kept tokens of a microbatch, W token
-width, R masked bytes, K masked patches of one modality, P values of one patch, S answer slots.
+Letters: N items of the global batch, d embedding width, G temperature groups, k kept tokens of a microbatch, W token
+width, L listed pairs, q queries of a rank, D documents of the batch, R masked bytes, K masked patches of one modality,
+P values of one patch, S answer slots.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 
 from experimaestro import Config, Param
 from torch import Tensor
@@ -20,6 +21,9 @@ from xpmir_uform.data.items import Item
 from xpmir_uform.data.questions import Questions
 from xpmir_uform.data.segments import Segment
 from xpmir_uform.data.vocabulary import Modality
+
+BACKENDS = ("auto", "reference", "chunked", "triton")
+"""Of the kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +53,44 @@ class Answers:
         plain = (self.embeddings, self.inverse_temperature, self.bias, self.tokens, self.bytes, self.choices)
         return [*(tensor for tensor in plain if tensor is not None), *(self.patches or {}).values()]
 
+    def pooled(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Embeddings, temperature and bias."""
+        return _pooled(self)
+
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """What the model made of a global batch.
+    """What the model made of a global batch; None where no loss asks for it.
 
     Args:
         embeddings: (N, d) float.
         inverse_temperature: (G,) float, positive.
         bias: (G,) float.
+        scores: (L,) or (q, D) float, of the queries and documents that late interaction compares.
     """
 
-    embeddings: Tensor
-    inverse_temperature: Tensor
-    bias: Tensor
+    embeddings: Tensor | None = None
+    inverse_temperature: Tensor | None = None
+    bias: Tensor | None = None
+    scores: Tensor | None = None
+
+    def pooled(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Embeddings, temperature and bias."""
+        return _pooled(self)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor that there is, by name."""
+        named = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def _pooled(given: Answers | Encoded) -> tuple[Tensor, Tensor, Tensor]:
+    """What every model with a pooled head answers."""
+    embeddings, inverse_temperature, bias = given.embeddings, given.inverse_temperature, given.bias
+    assert embeddings is not None
+    assert inverse_temperature is not None
+    assert bias is not None
+    return embeddings, inverse_temperature, bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +123,20 @@ class BatchLoss(Config, ABC):
     HEADS: tuple[str, ...] = ()
     """The fields of the model whose heads it needs"""
 
+    LIMITS: tuple[str, ...] = ()
+    """The fields of the batch shape that it needs"""
+
     def ask(self, segment: Segment, item: Item, seed: int, step: int) -> Segment:
         """The segment of a training item with what this loss asks of the model; draws are keyed by seed, step, item."""
         return segment
+
+    def limits(self) -> Mapping[str, int]:
+        """Hard limits of a microbatch on one device that this loss sets, by the name of what :meth:`load` tells."""
+        return {}
+
+    def load(self, items: Sequence[Item], segments: Sequence[Segment]) -> Mapping[str, int]:
+        """What a bag of these items adds to what :meth:`limits` may bound."""
+        return {}
 
 
 class JointLoss(BatchLoss):

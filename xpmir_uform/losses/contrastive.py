@@ -13,10 +13,8 @@ from uform_kernels import Edges, Normalizers, pair_loss, pair_normalizers
 
 from xpmir_uform.data.batch import Batch
 from xpmir_uform.data.fields import default
-from xpmir_uform.losses.base import Encoded, JointLoss, LossValue
+from xpmir_uform.losses.base import BACKENDS, Encoded, JointLoss, LossValue
 from xpmir_uform.losses.forms import PairForm, SigmoidForm
-
-BACKENDS = ("auto", "reference", "chunked", "triton")
 
 
 class Negatives(StrEnum):
@@ -79,12 +77,13 @@ class ContrastiveLoss(JointLoss):
 
     def compute(self, encoded: Encoded, batch: Batch, rows: range, counts: torch.Tensor) -> LossValue:
         """The part of the unweighted loss that the items ``rows`` add."""
-        device = encoded.embeddings.device
+        embeddings, inverse_temperature, bias = encoded.pooled()
+        device = embeddings.device
         out = pair_loss(
-            encoded.embeddings,
+            embeddings,
             *edges_of(batch, rows, device),
-            inverse_temperature=encoded.inverse_temperature,
-            bias=encoded.bias,
+            inverse_temperature=inverse_temperature,
+            bias=bias,
             groups=batch.groups.to(device),
             dimensions=self.matryoshka_dimensions or None,
             normalizers=Normalizers(counts.to(device)),

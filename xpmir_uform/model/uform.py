@@ -4,27 +4,24 @@ Letters: N items, T tokens, H hidden, W width of an embedding or token vector, G
 masked bytes, K masked patches of one modality, P values of one patch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from experimaestro import Param
 from torch import Tensor
 from xpm_torch import Module
 
-from xpmir_uform.data.decoding import decode
 from xpmir_uform.data.fields import default
-from xpmir_uform.data.items import Item
 from xpmir_uform.data.shapes import AudioShape, ImageShape, Shape, VideoShape
 from xpmir_uform.data.vocabulary import Modality
 from xpmir_uform.model.encoder import Encoder, check_size
-from xpmir_uform.model.encoding import batches, check_readable, evaluating, most_tokens
 from xpmir_uform.model.files import check_fit, load_weights, save_weights
 from xpmir_uform.model.heads import ByteHead, PatchHead, PooledHead, TokenHead
+from xpmir_uform.model.inference import Inference
 from xpmir_uform.model.initialisation import initialise
-from xpmir_uform.model.packing import Packed, Reads, pack
+from xpmir_uform.model.packing import Packed, Reads
 
 
 class Outputs(NamedTuple):
@@ -61,7 +58,7 @@ def decays(name: str, parameter: Tensor) -> bool:
     return parameter.ndim > 1 and name.rpartition(".")[2] not in ("log_inverse_temperature", "bias")
 
 
-class UFormEncoder(Module):
+class UFormEncoder(Inference, Module):
     """A transformer over the bytes of texts and the patches of images, videos and sounds, with its heads.
 
     The initial weights are a function of this configuration alone.
@@ -158,37 +155,6 @@ class UFormEncoder(Module):
         """Bound the learned inverse temperatures in place; to be called after each optimizer step."""
         if self.pooling is not None:
             self.pooling.clamp_temperature()
-
-    @torch.no_grad()
-    def encode(self, items: Sequence[Item], batch_tokens: int = 16_384) -> Tensor:
-        """Embeddings of items, in evaluation mode and without a graph.
-
-        To be called on the model itself: a data-parallel or mixed-precision wrapper would pass items through its own
-        conversions, which they do not survive.
-
-        Args:
-            items: of any modality that the model reads.
-            batch_tokens: most tokens of one forward pass; an item with more comes alone. It changes results by rounding
-                alone.
-
-        Returns:
-            (N, W) in the order of ``items``, not normalised, on the device of the model.
-
-        Raises:
-            ValueError: an item is of another modality or unreadable, or the model has no pooled head.
-        """
-        self.initialize()
-        if self.pooling is None:
-            raise ValueError("this model has no pooled head: build it with pooled=PooledHead(...)")
-        check_readable(items, self.shapes)
-        sizes = np.array([most_tokens(item, self.shapes) for item in items], dtype=np.int64)
-        weight = self.pooling.projection.weight
-        embeddings = weight.new_empty((len(items), len(weight)))
-        with evaluating(self):
-            for batch in batches(sizes, batch_tokens):
-                packed = pack([decode(items[index], self.shapes) for index in batch]).to(weight.device)
-                embeddings[torch.from_numpy(batch).to(weight.device)] = self(packed).embeddings.to(weight.dtype)
-        return embeddings
 
     def save_model(self, path: Path) -> None:
         """Write the weights to a ``.safetensors`` file, or to ``model.safetensors`` in a folder."""

@@ -19,6 +19,7 @@ from xpmir_uform.batching.sizes import BagSize
 from xpmir_uform.data.augmentation import Augmentation
 from xpmir_uform.data.draws import Purpose, generator
 from xpmir_uform.data.fields import default
+from xpmir_uform.data.refusals import check_choice_counts
 from xpmir_uform.data.segments import blank_text
 from xpmir_uform.losses.base import Answers, BatchLoss, LossValue
 from xpmir_uform.model import pack
@@ -41,8 +42,27 @@ def check_heads(losses: Sequence[BatchLoss], model: Any) -> None:
     for loss in losses:
         for head in loss.HEADS:
             if getattr(model, head, True) is None:
+                name = type(loss).__qualname__.partition(".")[0]
+                raise ValueError(f"{name} needs the head {head!r} and the model has none: give the model {head}=...")
+
+
+def check_limits(losses: Sequence[BatchLoss], batcher: Any) -> None:
+    """Refuses losses that need a limit which the batch shape does not set.
+
+    Args:
+        batcher: a batcher, or its configuration.
+
+    Raises:
+        ValueError: naming the loss and what to write.
+    """
+    shape = getattr(batcher, "shape", None)
+    for loss in losses:
+        for limit in loss.LIMITS:
+            if not getattr(shape, limit, 0):
+                name = type(loss).__qualname__.partition(".")[0]
                 raise ValueError(
-                    f"{type(loss).__name__} needs the head {head!r} and the model has none: give the model {head}=..."
+                    f"{name} needs the limit {limit!r} and the batcher has none: give the trainer "
+                    f"batcher=UFormBatcher.C(shape=BatchShape.C({limit}=...))"
                 )
 
 
@@ -92,11 +112,13 @@ class UFormTrainer(LossTrainer):
             raise ValueError(
                 f"batch_size is {self.batch_size} and num_workers {self.num_workers}, expected at least 1 and 0"
             )
+        check_limits(self.losses, self.batcher)
 
     def initialize(self, random: np.random.RandomState, context: TrainerContext) -> None:
         """Builds the model and the data set; all draws are keyed by a seed taken from ``random``."""
         super().initialize(random, context)
         check_heads(self.losses, self.model)
+        check_limits(self.losses, self.batcher)
         self.model.initialize()
         context.add_hook(TemperatureClamp.C().instance())
         self.ranks = Ranks(context.fabric.global_rank, context.fabric.world_size, context.fabric.device)
@@ -138,7 +160,14 @@ class UFormTrainer(LossTrainer):
             self.batcher_worker.load_state_dict(state["batcher"])
 
     def process_batch(self, batch: LoadedStep) -> None:
-        """Adds the gradient of the whole global batch to the parameters and logs its losses."""
+        """Adds the gradient of the whole global batch to the parameters and logs its losses.
+
+        Raises:
+            ValueError: an item offers more choices than the batch shape allows; the message names it.
+        """
+        most = getattr(getattr(self.batcher, "shape", None), "max_choices_per_item", 0)
+        if most:
+            check_choice_counts(batch.batch, most)
         self.batcher_worker.process_withreplay(batch.bags, partial(self.step, batch))
 
     def step(self, loaded: LoadedStep, parts: Iterator[Sequence[BagSize]], count: int) -> None:
