@@ -68,6 +68,8 @@ def newest(folder: Path, alert: Alert) -> tuple[Path, Mapping[str, Any]] | None:
         path = folder / name_of(step)
         try:
             found = manifest.verify(path)
+            if found["step"] != step:
+                raise Damaged(f"{path} holds the checkpoint of step {found['step']}")
         except Damaged as error:
             damaged[path] = str(error)
             continue

@@ -1,0 +1,680 @@
+"""Checkpoints of a small context: what is written, what damage does, what fits, and that nothing is lost by a fault."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import threading
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import lightning as L
+import pytest
+import torch
+from experimaestro import TaskCancelled
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from xpmir_uform.learner import checkpoint, files, lineage, manifest, shelf
+from xpmir_uform.learner.context import UFormContext
+from xpmir_uform.learner.fit import Subject
+from xpmir_uform.learner.manifest import Damaged
+from xpmir_uform.learner.scaling import Optimizers
+
+SUBJECT = Subject("test.learner/0", {"batch_size": 5, "model.hidden": 128}, "0" * 64)
+FABRIC = L.Fabric(accelerator="cpu", devices=1)
+
+
+class Model(torch.nn.Module):
+    """Tied, strided, empty and scalar tensors."""
+
+    def __init__(self, width=3):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(4.0 * width).reshape(4, width))
+        self.tied = self.weight
+        self.strided = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3).t())
+        self.empty = torch.nn.Parameter(torch.zeros(0, 3))
+        self.scalar = torch.nn.Parameter(torch.tensor(0.5))
+
+
+def made(folder, keep=2, subject=SUBJECT, width=3, rate=0.1, **params):
+    model = Model(width)
+    optimizers = Optimizers()
+    optimizers.optimizers = [torch.optim.AdamW(model.parameters(), lr=rate)]
+    optimizers.scheduler_factories, optimizers.scheduler_steps, optimizers.scaler = [None], -1, None
+    trainer = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
+    context = UFormContext(
+        folder, folder, 10_000, 1, trainer, model, optimizers, fabric=FABRIC, keep=keep, subject=subject, **params
+    )
+    context.alerts = []
+    context.alert = lambda name, message: context.alerts.append((name, message))
+    return context
+
+
+def train(context, to):
+    """Steps whose gradients are a function of the step."""
+    while context.steps < to:
+        context.begin_step()
+        draw = torch.Generator().manual_seed(context.steps)
+        for parameter in context.state.model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=draw)
+        context.state.optimizer.optimizers[0].step()
+        context.counters["seen"] = context.steps * 7
+        context.end_step()
+    return context
+
+
+def saved(folder, steps, **params):
+    """A run that saved at each of ``steps``."""
+    context = made(folder, **params)
+    for step in steps:
+        train(context, step).save_checkpoint()
+    return context
+
+
+def content(context):
+    """All that a checkpoint must bring back."""
+    optimizer, rest = checkpoint.split_optimizers(context.state.optimizer.state_dict()["optimizers"])
+    tensors = {**context.state.model.state_dict(), **optimizer}
+    rest = json.loads(json.dumps(rest))
+    return {name: tensor.flatten().tolist() for name, tensor in tensors.items()}, rest, context.steps, context.counters
+
+
+def expected(step, folder):
+    return content(train(made(folder / "never"), step))
+
+
+def loaded(folder, **params):
+    context = made(folder, **params)
+    assert context.load_bestcheckpoint(10_000)
+    return context
+
+
+def everything(folder):
+    """Every name and byte below a folder."""
+    return {
+        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.is_dir() or path.read_bytes()
+        for path in folder.rglob("*")
+    }
+
+
+# Writing
+
+
+def test_tied_strided_empty_and_scalar_tensors_come_back(tmp_path):
+    context = saved(tmp_path, [0, 3])
+    assert content(loaded(tmp_path)) == content(context) == expected(3, tmp_path)
+    again = loaded(tmp_path).state.model
+    assert again.tied is again.weight
+    assert again.empty.shape == (0, 3)
+
+
+def test_the_stock_way_of_saving_fails_on_such_tensors(tmp_path):
+    """When this fails, xpm-torch is repaired."""
+    from xpm_torch import Module
+
+    with pytest.raises(RuntimeError, match="share memory"):
+        Module.save_model(Model(), tmp_path)
+    strided = torch.nn.Module()
+    strided.weight = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3).t())
+    with pytest.raises(ValueError, match="non contiguous"):
+        Module.save_model(strided, tmp_path)
+
+
+def test_weights_bear_step_and_identifier(tmp_path):
+    saved(tmp_path, [2])
+    with safe_open(tmp_path / "last" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"step": "2", "identifier": "test.learner/0"}
+
+
+def test_the_manifest_says_what_where_and_after_what(tmp_path):
+    saved(tmp_path, [0, 2])
+    found = manifest.read(tmp_path / "last")
+    assert found["step"] == 2
+    assert found["identifier"] == "test.learner/0"
+    assert found["previous"]["step"] == 0
+    assert set(found["hashes"]) == {"config", "data", "model_layout", "optimizer_layout"}
+    assert found["device"] == "cpu"
+    assert found["precision"] == "32-true"
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["git"] is None or set(found["git"]) == {"commit", "dirty"}
+    assert os.uname().nodename not in json.dumps(found["environment"])
+    assert [path.name for path, _ in lineage.chain(tmp_path / "last")] == ["step-00000002", "step-00000000"]
+
+
+def test_a_step_under_way_cannot_be_saved(tmp_path):
+    context = saved(tmp_path, [1])
+    before = everything(tmp_path)
+    context.begin_step()
+    with pytest.raises(RuntimeError, match="step 2 is under way"):
+        context.save_checkpoint()
+    assert everything(tmp_path) == before
+
+
+def test_saving_disturbs_nothing(tmp_path):
+    assert content(saved(tmp_path, [1, 2, 3, 4, 5])) == expected(5, tmp_path)
+
+
+# What is kept
+
+
+def test_pruning_sorts_by_number(tmp_path):
+    saved(tmp_path, [900], keep=1)
+    context = loaded(tmp_path, keep=1)
+    train(context, 1000).save_checkpoint()
+    assert shelf.steps_in(tmp_path) == [1000]
+    assert os.readlink(tmp_path / "last") == "step-00001000"
+
+
+def test_a_hundred_million_steps_sort_after_fewer(tmp_path):
+    for step in (99_999_999, 100_000_000, 5):
+        (tmp_path / shelf.name_of(step)).mkdir()
+    shelf.prune(tmp_path, 100_000_000, 1)
+    assert shelf.steps_in(tmp_path) == [100_000_000]
+
+
+def test_a_stale_later_checkpoint_neither_counts_nor_is_gone_on_from(tmp_path):
+    saved(tmp_path / "other", [50])
+    saved(tmp_path / "run", [9, 10])
+    shutil.copytree(tmp_path / "other" / "step-00000050", tmp_path / "run" / "step-00000050")
+    context = loaded(tmp_path / "run")
+    assert context.steps == 10
+    train(context, 11).save_checkpoint()
+    assert shelf.steps_in(tmp_path / "run") == [10, 11, 50]
+    train(context, 50).save_checkpoint()
+    assert content(loaded(tmp_path / "run")) == expected(50, tmp_path)
+    assert (tmp_path / "run" / "stale-step-00000050-0").is_dir()
+
+
+@pytest.mark.parametrize("keep", [0, -1])
+def test_keeping_none_is_refused(tmp_path, keep):
+    with pytest.raises(ValueError, match=f"keep is {keep}, expected at least 1"):
+        made(tmp_path, keep=keep)
+
+
+def test_the_best_is_a_second_name_of_the_same_files_and_outlives_them(tmp_path):
+    context = saved(tmp_path / "run", [1])
+    context.copy(tmp_path / "best")
+    for name in (*manifest.FILES, manifest.NAME):
+        assert os.path.samefile(tmp_path / "best" / name, tmp_path / "run" / "last" / name)
+    for step in (2, 3, 4):
+        train(context, step).save_checkpoint()
+    assert shelf.steps_in(tmp_path / "run") == [3, 4]
+    assert manifest.verify(tmp_path / "best")["step"] == 1
+    context.copy(tmp_path / "best")
+    assert manifest.verify(tmp_path / "best")["step"] == 4
+
+
+def test_where_links_are_refused_the_best_is_copied(tmp_path, monkeypatch):
+    def refuse(source, target):
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(files.os, "link", refuse)
+    context = saved(tmp_path / "run", [1])
+    context.copy(tmp_path / "best")
+    assert manifest.verify(tmp_path / "best")["step"] == 1
+    assert not os.path.samefile(tmp_path / "best" / "state.json", tmp_path / "run" / "last" / "state.json")
+
+
+def test_the_best_is_saved_first_if_need_be(tmp_path):
+    context = train(made(tmp_path / "run"), 2)
+    context.copy(tmp_path / "best")
+    assert manifest.verify(tmp_path / "best")["step"] == manifest.verify(tmp_path / "run" / "last")["step"] == 2
+
+
+# Damage
+
+FILES = (*manifest.FILES, manifest.NAME)
+
+
+def cut(length):
+    def damage(path):
+        data = path.read_bytes()
+        path.write_bytes(data[: length(len(data))])
+
+    return damage
+
+
+def flip(place, bit=1):
+    def damage(path):
+        data = bytearray(path.read_bytes())
+        data[place(len(data))] ^= bit
+        path.write_bytes(data)
+
+    return damage
+
+
+def become_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def break_link(path):
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+def pickled(path):
+    torch.save({"weight": torch.zeros(2)}, path)
+
+
+def deep_json(path):
+    path.write_bytes(b"[" * 100_000)
+
+
+def huge_header(path):
+    path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:])
+
+
+DAMAGES = {
+    "missing": Path.unlink,
+    "empty": cut(lambda n: 0),
+    "8 bytes": cut(lambda n: 8),
+    "half": cut(lambda n: n // 2),
+    "all but one": cut(lambda n: n - 1),
+    "one more": lambda path: path.write_bytes(path.read_bytes() + b"\n"),
+    "twice": lambda path: path.write_bytes(path.read_bytes() * 2),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "first bit": flip(lambda n: 0),
+    "middle bit": flip(lambda n: n // 2, 16),
+    "last bit": flip(lambda n: n - 1, 128),
+    "a tenth": flip(lambda n: n // 10, 4),
+    "a folder": become_folder,
+    "a broken link": break_link,
+    "a pickle": pickled,
+    "deep JSON": deep_json,
+    "huge header": huge_header,
+    "no text": lambda path: path.write_bytes(b"\x80\x81" * 50),
+    "null": lambda path: path.write_text("null"),
+    "list": lambda path: path.write_text("[]"),
+    "empty object": lambda path: path.write_text("{}"),
+    "the older one's": lambda path: shutil.copy(path.parents[1] / "step-00000001" / path.name, path),
+}
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_seen_set_aside_and_the_one_before_is_used(tmp_path, file, damage):
+    saved(tmp_path / "run", [1, 2])
+    folder = tmp_path / "run" / "step-00000002"
+    DAMAGES[damage](folder / file)
+    before = everything(folder)
+    context = loaded(tmp_path / "run")
+    assert content(context) == expected(1, tmp_path)
+    assert everything(tmp_path / "run" / "damaged-step-00000002-0") == before
+    reason = (tmp_path / "run" / "damaged-step-00000002-0.txt").read_text()
+    assert file in reason or damage == "the older one's"
+    assert [name for name, _ in context.alerts] == ["damaged checkpoint"]
+    assert os.readlink(tmp_path / "run" / "last") == "step-00000001"
+    train(context, 2).save_checkpoint()
+    assert content(loaded(tmp_path / "run")) == expected(2, tmp_path)
+
+
+def test_a_whole_older_checkpoint_under_a_newer_name_is_seen(tmp_path):
+    saved(tmp_path, [1, 2])
+    shutil.rmtree(tmp_path / "step-00000002")
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000002")
+    context = loaded(tmp_path)
+    assert content(context) == expected(1, tmp_path)
+    assert "holds the checkpoint of step 1" in context.alerts[0][1]
+
+
+def test_a_lost_manifest_line_order_or_space_is_seen(tmp_path):
+    saved(tmp_path, [1])
+    path = tmp_path / "last" / manifest.NAME
+    path.write_text(json.dumps(json.loads(path.read_text()), sort_keys=True))
+    with pytest.raises(Damaged, match="was changed"):
+        manifest.read(tmp_path / "last")
+
+
+def test_every_bit_of_a_manifest_counts(tmp_path):
+    saved(tmp_path, [1])
+    path = tmp_path / "last" / manifest.NAME
+    data = path.read_bytes()
+    for place in range(0, len(data), 37):
+        for bit in (1, 2, 32):
+            path.write_bytes(data[:place] + bytes([data[place] ^ bit]) + data[place + 1 :])
+            with pytest.raises(Damaged):
+                manifest.read(tmp_path / "last")
+
+
+def test_a_manifest_cannot_name_other_files(tmp_path):
+    saved(tmp_path, [1])
+    values = manifest.read(tmp_path / "last")
+    values["files"]["../../secret"] = values["files"].pop("state.json")
+    (tmp_path / "last" / manifest.NAME).write_text(manifest._text({**values, "digest": manifest.hash_of(values)}))
+    with pytest.raises(Damaged, match="expected"):
+        manifest.verify(tmp_path / "last")
+
+
+def test_all_damaged_stops_and_leaves_everything_as_it_is(tmp_path):
+    saved(tmp_path, [1, 2])
+    for step in (1, 2):
+        cut(lambda n: n // 2)(tmp_path / shelf.name_of(step) / "model.safetensors")
+    before = everything(tmp_path)
+    for _ in range(2):
+        context = made(tmp_path)
+        with pytest.raises(ValueError, match=r"no checkpoint in .* is whole.*Nothing was deleted"):
+            context.load_bestcheckpoint(10_000)
+        assert everything(tmp_path) == before
+        assert content(context) == expected(0, tmp_path)
+
+
+def test_the_last_one_gone_does_not_mean_the_beginning(tmp_path):
+    saved(tmp_path, [1, 2])
+    Path.unlink(tmp_path / "step-00000002" / "state.json")
+    loaded(tmp_path)
+    shutil.rmtree(tmp_path / "step-00000001")
+    with pytest.raises(ValueError, match="damaged-step-00000002-0"):
+        made(tmp_path).load_bestcheckpoint(10_000)
+
+
+def test_stray_files_and_a_broken_last_are_no_damage(tmp_path):
+    saved(tmp_path, [1, 2])
+    (tmp_path / "last").unlink()
+    (tmp_path / "last").symlink_to("nowhere")
+    (tmp_path / "step-00000002" / ".nfs0001").write_text("stray")
+    (tmp_path / "step-9").mkdir()
+    (tmp_path / "step-00000007").write_text("a file")
+    (tmp_path / "notes.txt").write_text("mine")
+    assert content(loaded(tmp_path)) == expected(2, tmp_path)
+    assert os.readlink(tmp_path / "last") == "step-00000002"
+
+
+def test_committed_but_not_yet_named_last_is_the_newest(tmp_path):
+    saved(tmp_path, [1, 2])
+    files.point(tmp_path / "last", "step-00000001")
+    assert loaded(tmp_path).steps == 2
+    assert os.readlink(tmp_path / "last") == "step-00000002"
+
+
+def test_another_format_is_refused_and_left(tmp_path):
+    saved(tmp_path, [1])
+    values = {**manifest.read(tmp_path / "last"), "format": 99}
+    (tmp_path / "last" / manifest.NAME).write_text(manifest._text({**values, "digest": manifest.hash_of(values)}))
+    before = everything(tmp_path)
+    with pytest.raises(ValueError, match="format 99, expected 1"):
+        made(tmp_path).load_bestcheckpoint(10_000)
+    assert everything(tmp_path) == before
+
+
+# Errors that say nothing about the content
+
+PASSING = {
+    "an I/O error": OSError(errno.EIO, "input/output error"),
+    "no permission": PermissionError(errno.EACCES, "no"),
+    "stale handle": OSError(errno.ESTALE, "stale"),
+    "memory": MemoryError(),
+    "device": RuntimeError("CUDA error: device-side assert triggered"),
+    "cancelled": TaskCancelled("by a signal"),
+}
+
+
+@pytest.mark.parametrize("error", PASSING)
+@pytest.mark.parametrize("where", ["open", "read_bytes", "parse", "apply"])
+def test_a_passing_error_is_raised_and_touches_nothing(tmp_path, monkeypatch, error, where):
+    saved(tmp_path, [1, 2, 3], keep=3)
+    before = everything(tmp_path)
+    context = made(tmp_path, keep=3)
+
+    def fail(*args, **kwargs):
+        raise PASSING[error]
+
+    with monkeypatch.context() as patched:
+        if where == "open":
+            patched.setattr(manifest.hashlib, "file_digest", fail)
+        elif where == "read_bytes":
+            patched.setattr(Path, "read_bytes", fail)
+        elif where == "parse":
+            patched.setattr(checkpoint, "load", fail)
+        else:
+            patched.setattr(context.state.model, "load_state_dict", fail)
+        with pytest.raises(type(PASSING[error])):
+            context.load_bestcheckpoint(10_000)
+    assert everything(tmp_path) == before
+    assert context.steps == 0
+    assert content(context) == expected(0, tmp_path)
+    assert content(loaded(tmp_path, keep=3)) == expected(3, tmp_path)
+
+
+def test_a_half_that_cannot_be_read_leaves_nothing_applied(tmp_path):
+    """The manifest is of the cut file, so that only parsing can tell."""
+    saved(tmp_path, [1])
+    folder = (tmp_path / "last").resolve()
+    values = manifest.read(folder)
+    cut(lambda n: n // 2)(folder / "optimizer.safetensors")
+    manifest.write(folder, {key: value for key, value in values.items() if key not in ("files", "format")})
+    context = made(tmp_path)
+    with pytest.raises(Damaged, match="cannot be read"):
+        context.load_bestcheckpoint(10_000)
+    assert content(context) == expected(0, tmp_path)
+
+
+def test_what_is_missing_from_the_state_is_named(tmp_path):
+    saved(tmp_path, [1])
+    folder = (tmp_path / "last").resolve()
+    values = manifest.read(folder)
+    state = json.loads((folder / "state.json").read_text())
+    del state["scheduler_steps"]
+    (folder / "state.json").write_text(json.dumps(state))
+    manifest.write(folder, {key: value for key, value in values.items() if key not in ("files", "format")})
+    with pytest.raises(Damaged, match=r"state\.json lacks scheduler_steps"):
+        made(tmp_path).load_bestcheckpoint(10_000)
+
+
+# What fits
+
+OTHERS = {
+    "config": (Subject(SUBJECT.identifier, {**SUBJECT.config, "batch_size": 7}, SUBJECT.data), r"batch_size +5 +7"),
+    "new parameter": (
+        Subject(SUBJECT.identifier, {**SUBJECT.config, "drop": 0.5}, SUBJECT.data),
+        r"drop +\(none\) +0.5",
+    ),
+    "data": (Subject(SUBJECT.identifier, SUBJECT.config, "1" * 64), r"data +0{39}… +1{39}…"),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_whole_one_that_does_not_fit_is_refused_side_by_side_and_left(tmp_path, what):
+    saved(tmp_path, [1, 2])
+    before = everything(tmp_path)
+    other, message = OTHERS[what]
+    context = made(tmp_path, subject=other)
+    with pytest.raises(ValueError, match=message):
+        context.load_bestcheckpoint(10_000)
+    assert everything(tmp_path) == before
+    assert content(context) == expected(0, tmp_path)
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_reason_goes_on_and_is_kept_in_every_later_checkpoint(tmp_path, what):
+    saved(tmp_path, [1, 2])
+    context = loaded(tmp_path, subject=OTHERS[what][0], force_resume="the data were repaired")
+    assert content(context) == expected(2, tmp_path)
+    train(context, 3).save_checkpoint()
+    context = loaded(tmp_path, subject=OTHERS[what][0])
+    train(context, 4).save_checkpoint()
+    audits = manifest.read(tmp_path / "last")["audits"]
+    assert [audit["source"]["step"] for audit in audits] == [2, 3]
+    assert audits[0]["reason"] == "the data were repaired"
+    assert len(audits[0]["fields"]) == 1
+    assert audits[0]["time"].endswith("+00:00")
+    assert audits[1]["fields"] == {}
+
+
+def test_tensors_that_do_not_fit_cannot_be_forced(tmp_path):
+    saved(tmp_path, [1])
+    before = everything(tmp_path)
+    with pytest.raises(ValueError, match=r"model layout weight +float32\[4, 3\] +float32\[4, 5\]"):
+        made(tmp_path, width=5, force_resume="please").load_bestcheckpoint(10_000)
+    assert everything(tmp_path) == before
+
+
+def test_other_versions_are_told_and_recorded(tmp_path, monkeypatch):
+    saved(tmp_path, [1])
+    monkeypatch.setattr("xpmir_uform.learner.facts.versions", lambda: {"torch": "9.9"})
+    context = loaded(tmp_path)
+    assert [name for name, _ in context.alerts] == ["other versions"]
+    assert context.audits[0]["fields"]["version of torch"] == [torch.__version__, "9.9"]
+
+
+# Another task's
+
+
+def test_a_run_begins_with_another_tasks_checkpoint(tmp_path):
+    saved(tmp_path / "first", [3])
+    other = Subject("test.learner/1", {**SUBJECT.config, "batch_size": 7}, SUBJECT.data)
+    context = loaded(tmp_path / "second", subject=other, resume_from=tmp_path / "first" / "last")
+    assert content(context) == expected(3, tmp_path)
+    context.save_checkpoint()
+    found = manifest.read(tmp_path / "second" / "last")
+    assert found["previous"]["identifier"] == "test.learner/0"
+    assert found["audits"][0]["fields"] == {"batch_size": [5, 7]}
+    assert "resume_from" in found["audits"][0]["reason"]
+    train(context, 4).save_checkpoint()
+    assert loaded(tmp_path / "second", subject=other, resume_from=tmp_path / "first" / "last").steps == 4
+
+
+def test_another_tasks_damaged_checkpoint_stops_and_stays(tmp_path):
+    saved(tmp_path / "first", [3])
+    cut(lambda n: 8)(tmp_path / "first" / "last" / "model.safetensors")
+    before = everything(tmp_path)
+    with pytest.raises(Damaged, match=r"model\.safetensors was changed"):
+        made(tmp_path / "second", resume_from=tmp_path / "first" / "last").load_bestcheckpoint(10_000)
+    assert everything(tmp_path) == before
+
+
+def test_a_checkpoint_beyond_the_end_is_refused(tmp_path):
+    saved(tmp_path / "first", [30])
+    with pytest.raises(ValueError, match="is of step 30, expected at most 20"):
+        made(tmp_path / "second", resume_from=tmp_path / "first").load_bestcheckpoint(20)
+
+
+# Faults while saving
+
+
+class Fault:
+    """Counts the file operations of a save and does something at one of them."""
+
+    NAMES: ClassVar = {
+        os: ("fsync", "rename", "replace", "open"),
+        Path: ("mkdir", "write_text", "symlink_to", "unlink", "open"),
+        shutil: ("rmtree",),
+    }
+
+    def __init__(self, monkeypatch, at=-1, act=None):
+        self.at, self.act, self.seen = at, act, Counter()
+        for owner, names in self.NAMES.items():
+            for name in names:
+                monkeypatch.setattr(owner, name, self.wrap(name, getattr(owner, name)))
+        monkeypatch.setattr(checkpoint, "save_file", self.wrap("save_file", checkpoint.save_file, half))
+        monkeypatch.setattr("xpmir_uform.model.files.save_file", self.wrap("save_file", checkpoint.save_file, half))
+
+    def wrap(self, name, real, partly=None):
+        def call(*args, **kwargs):
+            number = self.seen.total()
+            self.seen[name] += 1
+            if number == self.at:
+                if partly:
+                    partly(real, *args)
+                self.act()
+            return real(*args, **kwargs)
+
+        return call
+
+
+def half(real, tensors, path, *rest):
+    """Writes half of a file."""
+    real(tensors, path, *rest)
+    os.truncate(path, os.stat(path).st_size // 2)
+
+
+@pytest.fixture
+def operations(tmp_path, monkeypatch):
+    """How many operations the third save makes."""
+    context = train(saved(tmp_path / "counted", [1, 2]), 3)
+    with monkeypatch.context() as patched:
+        fault = Fault(patched)
+        context.save_checkpoint()
+    return fault.seen.total()
+
+
+def run_and_check(run, tmp_path, old, new):
+    """After a fault: the older or the newer state, whole; training goes on to the same end."""
+    context = loaded(run)
+    assert context.alerts == []
+    assert content(context) in (expected(old, tmp_path), expected(new, tmp_path))
+    found = context.steps
+    assert os.readlink(run / "last") == shelf.name_of(found)
+    train(context, 5).save_checkpoint()
+    assert content(loaded(run)) == expected(5, tmp_path)
+    assert len(shelf.steps_in(run)) == 2
+    assert not list(run.glob(".*"))
+    return found
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES], ids=errno.errorcode.get)
+def test_an_error_at_each_operation_of_saving_loses_nothing(tmp_path, monkeypatch, operations, number):
+    assert operations >= 16
+
+    def fail():
+        raise OSError(number, os.strerror(number))
+
+    found = Counter()
+    for at in range(operations):
+        run = tmp_path / f"run-{at}"
+        context = train(saved(run, [1, 2]), 3)
+        with monkeypatch.context() as patched:
+            Fault(patched, at, fail)
+            try:
+                context.save_checkpoint()
+                found["saved"] += 1
+            except OSError:
+                found["raised"] += 1
+        assert {1, 2} <= set(shelf.steps_in(run)) or {2, 3} <= set(shelf.steps_in(run))
+        found[run_and_check(run, tmp_path, 2, 3)] += 1
+    assert found["raised"] > found["saved"]
+    assert found[2] > 0
+    assert found[3] > 0
+
+
+def test_a_kill_at_each_operation_of_saving_loses_nothing(tmp_path, monkeypatch, operations):
+    found = Counter()
+    for at in range(operations):
+        run = tmp_path / f"run-{at}"
+        context = train(saved(run, [1, 2]), 3)
+        child = os.fork()
+        if child == 0:
+            Fault(monkeypatch, at, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            context.save_checkpoint()
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        found[run_and_check(run, tmp_path, 2, 3)] += 1
+    assert found[2] > 0
+    assert found[3] > 0
+
+
+def test_an_interrupted_first_save_begins_anew(tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(manifest, "write", lambda *args: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        with pytest.raises(OSError, match="full"):
+            made(tmp_path).save_checkpoint()
+    assert not made(tmp_path).load_bestcheckpoint(10_000)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_thread_is_left(tmp_path):
+    before = threading.active_count()
+    saved(tmp_path, [1])
+    assert threading.active_count() == before
+
+
+def test_no_pickle_and_no_code_in_a_checkpoint(tmp_path):
+    saved(tmp_path, [1])
+    folder = tmp_path / "last"
+    assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
+    assert set(load_file(folder / "model.safetensors")) == {"weight", "tied", "strided", "empty", "scalar"}
+    json.loads((folder / "state.json").read_text())
