@@ -1,10 +1,35 @@
 """Freezing: what a pattern names stays as it is, bit for bit, without a number in the optimizer."""
 
+import os
+import socket
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from experimaestro import taskglobals
+from experimaestro.xpmutils import DirectoryContext
+from safetensors.torch import load_file
 from torch import nn
+from xpm_torch import Random
+from xpm_torch.configuration import FabricConfiguration
 
+from xpmir_uform import (
+    Bag,
+    BagSampler,
+    BagSource,
+    ContrastiveLoss,
+    CosineSchedule,
+    Item,
+    PooledHead,
+    UFormEncoder,
+    UFormLearner,
+    UFormTrainer,
+    adamw,
+)
 from xpmir_uform.learner.freezing import count_parameters, freeze
+from xpmir_uform.learner.telemetry import read_telemetry
 
 
 class Model(nn.Module):
@@ -59,3 +84,119 @@ def test_what_is_frozen_twice_is_counted_once():
 def test_patterns_that_mean_nothing_are_refused(pattern, message):
     with pytest.raises(ValueError, match=message):
         freeze(Model(), [pattern])
+
+
+# --- Whole runs
+
+STEPS = 4
+WORDS = ["ant", "bee", "cat", "dog", "elk", "fox", "gnu", "hen"]
+FROZEN = ["encoder.bytes", r"encoder\.blocks\.0\..*norm", "pooling.bias"]
+
+
+class Words(BagSource):
+    """A word and its reverse."""
+
+    __xpmid__ = "test.freezing-words"
+
+    def __len__(self):
+        return len(WORDS)
+
+    def bag(self, index, seed, epoch):
+        return Bag.alike([Item.text(WORDS[index]), Item.text(WORDS[index][::-1] + "?")])
+
+
+def config(devices=1, precision="32-true", **params):
+    return UFormLearner.C(
+        random=Random.C(seed=3),
+        model=UFormEncoder.C(depth=1, hidden=128, pooled=PooledHead.C(width=16), seed=3),
+        trainer=UFormTrainer.C(sampler=BagSampler.C(source=Words.C()), batch_size=4, losses=[ContrastiveLoss.C()]),
+        max_epochs=1,
+        steps_per_epoch=STEPS,
+        optimizers=adamw(CosineSchedule.C(learning_rate=1e-2), weight_decay=0.1),
+        listeners=[],
+        keep=100,
+        fabric_config=FabricConfiguration.C(accelerator="cpu", devices=str(devices), precision=precision),
+        **params,
+    )
+
+
+def job(folder: Path) -> Path:
+    return folder / "workspace" / "jobs" / "task" / "job"
+
+
+def checkpoint(folder, name, file="model"):
+    return load_file(job(folder) / "checkpoints" / name / f"{file}.safetensors")
+
+
+def unchanged(folder):
+    first, last = checkpoint(folder, "step-00000000"), checkpoint(folder, "last")
+    return {name for name in first if torch.equal(first[name], last[name])}
+
+
+STILL = {
+    "encoder.bytes.weight",
+    "encoder.blocks.0.attention_norm.weight",
+    "encoder.blocks.0.feed_forward_norm.weight",
+    "pooling.bias",
+}
+
+
+def check(folder):
+    """Frozen parameters kept every bit, weight decay notwithstanding, and the optimizers know nothing of them."""
+    assert unchanged(folder) == STILL
+    entries = checkpoint(folder, "last", "optimizer")
+    trained = checkpoint(folder, "last").keys() - STILL
+    assert len({name.rsplit("/", 1)[0] for name in entries}) == len(trained)
+    line = list(read_telemetry(job(folder)))[-1]
+    sizes = {name: tensor.numel() for name, tensor in checkpoint(folder, "last").items()}
+    assert line["parameters"] == {
+        "total": sum(sizes.values()),
+        "trainable": sum(sizes[name] for name in trained),
+        "frozen": {FROZEN[0]: 259 * 128, FROZEN[1]: 256, FROZEN[2]: 1},
+    }
+
+
+def test_frozen_parameters_keep_every_bit(execute, tmp_path):
+    execute(config(frozen=FROZEN), tmp_path)
+    check(tmp_path)
+
+
+def test_negative_control_without_freezing_they_move(execute, tmp_path):
+    execute(config(), tmp_path)
+    assert unchanged(tmp_path) == set()
+
+
+def test_a_whole_optimizer_may_be_frozen(execute, tmp_path):
+    """Every parameter that decays, so that the first optimizer has nothing to do."""
+    execute(config(frozen=[r".*(input|output|projection|bytes)\.weight"]), tmp_path)
+    assert {name for name in unchanged(tmp_path) if "norm" in name or "pooling.b" in name} == set()
+    assert not any(name.startswith("0/") for name in checkpoint(tmp_path, "last", "optimizer"))
+
+
+def test_a_pattern_that_matches_nothing_stops_the_task(execute, tmp_path):
+    with pytest.raises(ValueError, match=r"frozen has 'encoder\.byte_embedding', which matches no parameter"):
+        execute(config(frozen=["encoder.byte_embedding"]), tmp_path)
+
+
+def _rank(rank, world, port, made, folder):
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    taskglobals.Env.instance().taskpath = job(folder)
+    made().instance(context=DirectoryContext(job(folder))).execute()
+    dist.destroy_process_group()
+
+
+def test_two_ranks_freeze_alike(execute, tmp_path):
+    job(tmp_path / "two").mkdir(parents=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = (2, port, lambda: config(devices=2, precision="64-true", frozen=FROZEN), tmp_path / "two")
+    mp.start_processes(_rank, arguments, 2, start_method="fork")
+    check(tmp_path / "two")
+    execute(config(precision="64-true", frozen=FROZEN), tmp_path / "one")
+    two, one = checkpoint(tmp_path / "two", "last"), checkpoint(tmp_path / "one", "last")
+    assert all(torch.allclose(two[name], one[name], rtol=0.0, atol=1e-10) for name in one)

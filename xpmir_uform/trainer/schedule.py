@@ -62,6 +62,14 @@ class CosineSchedule(Scheduler):
             floor=self.min_learning_rate,
         )
 
+    def phase(self, step: int, training_steps: int) -> str:
+        """Where optimizer step ``step`` is: ``warmup``, ``decay``, ``floor``, or ``constant`` where nothing decays."""
+        if step < self.warmup_steps:
+            return "warmup"
+        if self.learning_rate == self.min_learning_rate:
+            return "constant"
+        return "decay" if step < (self.steps or training_steps) else "floor"
+
     def __call__(self, optimizer: Optimizer, num_training_steps: int, *, last_epoch: int = -1, **_) -> LambdaLR:
         """The scheduler of ``optimizer``, at the step after ``last_epoch``."""
         for group in optimizer.param_groups:
