@@ -13,6 +13,7 @@ from xpmir_uform import (
     BagSampler,
     BalancedForm,
     Checkpoint,
+    ChoicesLoss,
     ContrastiveLoss,
     CosineSchedule,
     EmojiBags,
