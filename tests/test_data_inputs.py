@@ -271,6 +271,7 @@ def test_the_battery_is_large():
     assert len(CASES) >= 150
 
 
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF", "ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_the_outcome_is_the_declared_one(media, name):
     modality, make, outcome = CASES[name]
