@@ -47,9 +47,10 @@ def spans(length: int, probability: float, mean: float, draw: np.random.Generato
     """Spans of a text: drawn one after another until enough bytes are chosen, then laid at random.
 
     The expected number of chosen bytes is exactly ``probability * length``; each draw is within one span of it: less
-    than ``mean`` below, less than its last span above. Spans never overlap and touch only where there is no room. A
-    last span that would pass the length of the text is cut, so that the mean length is ``mean`` in texts that are much
-    longer than a span. Spans of geometric length are those of SpanBERT (Joshi et al., TACL 2020, section 3.1).
+    than ``mean`` below, less than its last span above. Spans never overlap and touch only where there is no room; as in
+    any such layout, the first and the last bytes are chosen less often than others. A last span that would pass the
+    length of the text is cut, so that the mean length is ``mean`` in texts that are much longer than a span. Spans of
+    geometric length are those of SpanBERT (Joshi et al., TACL 2020, section 3.1).
 
     Args:
         length: of the text, at least 0.
@@ -63,7 +64,8 @@ def spans(length: int, probability: float, mean: float, draw: np.random.Generato
     lengths = draw.geometric(1 / mean, size=level)
     ends = np.minimum(np.cumsum(lengths), length)
     count = int(np.searchsorted(ends, level)) + 1 if level else 0
-    lengths = np.diff(ends[:count], prepend=0)
+    # Shuffled: the last span drawn is longer than the others in the mean, and would lie at the end.
+    lengths = draw.permutation(np.diff(ends[:count], prepend=0))
     shown = length - int(lengths.sum())
     if count <= shown + 1:
         before = np.sort(draw.choice(shown + 1, count, replace=False))

@@ -156,7 +156,7 @@ class MaskedLoss(AdditiveLoss):
         }
         value = torch.stack([setting(self, f"{NAMES[modality]}_weight") * mean for modality, mean in means.items()])
         stats = dict.fromkeys(self.STATS, 0.0)
-        stats |= {f"{NAMES[modality]}_loss": float(mean) for modality, mean in means.items()}
+        stats |= {f"{NAMES[modality]}_loss": mean.item() for modality, mean in means.items()}
         asked = zip(NAMES.values(), self.counts(questions).tolist(), strict=True)
         return LossValue(value.sum(), stats | {f"{name}_places": count for name, count in asked})
 
