@@ -1,6 +1,6 @@
 """What is kept of a step's bags when some of their items cannot be read."""
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from xpmir_uform.data.decoding import UnreadableItem
@@ -48,7 +48,7 @@ def salvage(bags: Sequence[Bag], decode: Callable[[Item], Segment]) -> Salvage:
     return Salvage(kept, segments, unreadable)
 
 
-def without(bag: Bag, bad: Set[int]) -> Bag | None:
+def without(bag: Bag, bad: set[int]) -> Bag | None:
     """``bag`` without the items at the places ``bad``, and without their links.
 
     An item that attracted others, or was attracted, and now has none of them left goes too: a query without its
