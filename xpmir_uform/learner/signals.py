@@ -9,7 +9,7 @@ from time import monotonic
 from types import FrameType
 from typing import Any
 
-from experimaestro import TaskCancelled
+from experimaestro import GracefulTimeout, TaskCancelled
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +39,15 @@ class Interruptions:
             self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if self.reason and isinstance(error, Exception) and not isinstance(error, (GracefulTimeout, TaskCancelled)):
+            # The other processes of a job are asked to stop too, and what they then leave undone fails here.
+            raise GracefulTimeout(
+                f"{self.reason}, and the step under way was lost ({type(error).__name__}: {error}): run the task again "
+                "to go on from the last checkpoint"
+            ) from error
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name

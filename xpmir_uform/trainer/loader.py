@@ -93,7 +93,8 @@ class StepDataset(Dataset):
         shares = [range(start, stop) for start, stop in pairwise(ends)]
         mine = by_rank[self.rank]
         segments = [self.segment(item, number) for bag in mine for item in bag.items]
-        return LoadedStep(number, batch, shares, sizes(mine, segments, shares[self.rank].start), segments)
+        bags = sizes(mine, segments, shares[self.rank].start, self.losses)
+        return LoadedStep(number, batch, shares, bags, segments)
 
     def segment(self, item: Item, number: int) -> Segment:
         """The decoded item as step ``number`` sees it, with what the losses ask of it."""
@@ -113,17 +114,25 @@ def share_out(bags: Sequence[Bag], ranks: int, shapes: Shapes) -> list[list[Bag]
     return [[bags[number] for number in part] for part in balance(costs, ranks)]
 
 
-def sizes(bags: Sequence[Bag], segments: Sequence[Segment], first: int) -> list[BagSize]:
-    """The sizes of consecutive bags whose first item is number ``first`` of the batch."""
+def sizes(
+    bags: Sequence[Bag], segments: Sequence[Segment], first: int, losses: Sequence[BatchLoss] = ()
+) -> list[BagSize]:
+    """The sizes of consecutive bags whose first item is number ``first`` of the batch.
+
+    Args:
+        losses: which may count more of a bag than its items and tokens.
+    """
     ends = [0, *accumulate(len(bag.items) for bag in bags)]
+    parts = [segments[start:stop] for start, stop in pairwise(ends)]
     return [
         BagSize(
-            items=range(first + start, first + stop),
-            lengths=tuple(segment.tokens + segment.answers for segment in segments[start:stop]),
+            items=range(first + start, first + start + len(part)),
+            lengths=tuple(segment.tokens + segment.answers for segment in part),
             key=bag.items[0].key,
             choices=sum(len(item.choices) for item in bag.items),
+            **{name: count for loss in losses for name, count in loss.load(bag.items, part).items()},
         )
-        for bag, (start, stop) in zip(bags, pairwise(ends), strict=True)
+        for bag, start, part in zip(bags, ends, parts, strict=False)
     ]
 
 
@@ -136,12 +145,23 @@ def iterate_steps(dataset: StepDataset, start: int, workers: int) -> Iterator[Lo
             sampler=range(start, WORD),
             num_workers=workers,
             generator=torch.Generator(),
-            worker_init_fn=die_with_parent,
+            worker_init_fn=begin_worker,
         )
     )
 
 
-def die_with_parent(worker: int) -> None:
+def begin_worker(worker: int) -> None:
+    """Prepares a worker to end with the process that made it, neither before nor after.
+
+    A batch system asks every process of a job to stop, and the training process needs its workers for one more step:
+    the first such signal is passed over here, a second one ends the worker.
+    """
+    die_with_parent()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: signal.signal(number, signal.SIG_DFL))
+
+
+def die_with_parent() -> None:
     """Asks the kernel to end this worker with the process that made it.
 
     A worker whose queue is full when that process is killed would wait for ever, and hold the job's lock.
