@@ -231,7 +231,9 @@ class Inference:
         query_vectors, query_offsets = self.encode_tokens(queries, batch_tokens, max_query_span)
         vectors, offsets = self.encode_tokens(documents, batch_tokens)
         if pairs is not None:
-            pairs = torch.as_tensor(pairs, device=vectors.device).reshape(-1, 2)
+            # An empty list becomes a tensor of floats.
+            pairs = torch.as_tensor(pairs, device=vectors.device, dtype=None if len(pairs) else torch.int64)
+            pairs = pairs.reshape(-1, 2)
         with torch.no_grad():
             return maxsim(query_vectors, query_offsets, vectors, offsets, pairs=pairs)
 

@@ -1,0 +1,181 @@
+"""What a trained model answers: encode, encode_tokens, score, choose."""
+
+from dataclasses import replace
+from io import BytesIO
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from xpmir_uform import ByteHead, ImageShape, Item, Modality, PooledHead, TokenHead, UFormEncoder
+from xpmir_uform.data.decoding import decode
+from xpmir_uform.model import inference, pack
+
+TEXTS = ["hello", "", "a somewhat longer name", "é", "hello", "yes or no?"]
+
+
+def build(**heads):
+    given = {"pooled": PooledHead.C(width=24), "tokens": TokenHead.C(width=16), "bytes": ByteHead.C(), **heads}
+    model = UFormEncoder.C(depth=2, hidden=128, image=ImageShape.C(patch_side=4, max_side=16), **given).instance()
+    model.initialize()
+    return model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build()
+
+
+def picture(key, width, height):
+    pixels = np.random.default_rng(key).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return Item(Modality.IMAGE, file.getvalue(), key)
+
+
+def items():
+    return [Item.text(TEXTS[0]), picture(1, 16, 16), *TEXTS[1:4], picture(2, 3, 16), *TEXTS[4:]]
+
+
+def alone(model, thing, **asked):
+    """The answers about one item, from a forward pass of its own."""
+    item = thing if isinstance(thing, Item) else Item.text(thing)
+    segment = decode(item, model.shapes)
+    asked = {"kept": segment.tokens, "answers": True, **asked}
+    with torch.no_grad():
+        return model(pack([replace(segment, **asked)]))
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 20, 16_384])
+def test_answers_are_those_of_each_item_alone_in_order(model, batch_tokens):
+    given = items()
+    embeddings = model.encode(given, batch_tokens)
+    vectors, offsets = model.encode_tokens(given, batch_tokens)
+    probabilities = model.choose(given, b"yn?", batch_tokens)
+    assert offsets[0] == 0
+    assert offsets[-1] == len(vectors)
+    assert len(offsets) == len(given) + 1
+    for place, thing in enumerate(given):
+        expected = alone(model, thing)
+        torch.testing.assert_close(embeddings[place], expected.embeddings[0], rtol=1e-5, atol=1e-6)
+        own = vectors[offsets[place] : offsets[place + 1]]
+        torch.testing.assert_close(own, expected.tokens, rtol=1e-5, atol=1e-6)
+        legal = expected.choices[0, list(b"yn?")].softmax(0)
+        torch.testing.assert_close(probabilities[place], legal, rtol=1e-5, atol=1e-6)
+
+
+def test_token_vectors_are_unit_and_may_be_cut(model):
+    vectors, offsets = model.encode_tokens(items())
+    torch.testing.assert_close(vectors.norm(dim=1), torch.ones(len(vectors)))
+    cut, starts = model.encode_tokens(items(), max_span=3)
+    assert starts.diff().tolist() == [min(3, length) for length in offsets.diff().tolist()]
+    for place in range(len(items())):
+        whole = vectors[offsets[place] : offsets[place + 1]][:3]
+        torch.testing.assert_close(cut[starts[place] : starts[place + 1]], whole, rtol=1e-5, atol=1e-6)
+
+
+def test_scores_are_the_mean_of_the_best_cosines(model):
+    queries, documents = TEXTS[:3], items()[1:6]
+    expected = torch.stack(
+        [
+            torch.stack([(alone(model, q).tokens @ alone(model, d).tokens.T).amax(1).mean() for d in documents])
+            for q in queries
+        ]
+    )
+    scores = model.score(queries, documents)
+    torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-6)
+    pairs = [(2, 0), (0, 4), (2, 0)]
+    for given in (pairs, torch.tensor(pairs), np.array(pairs)):
+        listed = model.score(queries, documents, given)
+        torch.testing.assert_close(listed, expected[[2, 0, 2], [0, 4, 0]], rtol=1e-5, atol=1e-6)
+    assert model.score(queries, documents, []).shape == (0,)
+    short = (alone(model, TEXTS[0], kept=2).tokens @ alone(model, TEXTS[2]).tokens.T).amax(1).mean()
+    found = model.score(TEXTS[:1], TEXTS[2:3], max_query_span=2)
+    torch.testing.assert_close(found[0, 0], short, rtol=1e-5, atol=1e-6)
+
+
+def test_probabilities_packed_and_as_lists(model):
+    choices = [b"a", b"yn", b"\x00\xff\x80", b"yn", b"ny", bytes(range(256))]
+    rows = model.choose(TEXTS, choices)
+    packed, offsets = model.choose_packed(TEXTS, choices)
+    assert [len(row) for row in rows] == offsets.diff().tolist() == [1, 2, 3, 2, 2, 256]
+    assert torch.equal(torch.cat(rows), packed)
+    torch.testing.assert_close(torch.stack([row.sum() for row in rows]), torch.ones(6))
+    torch.testing.assert_close(model.choose(TEXTS[4:5], [b"yn"])[0], rows[4].flip(0))
+    own = [Item.text(text, choices=each) for text, each in zip(TEXTS, choices, strict=True)]
+    assert torch.equal(model.choose_packed(own)[0], packed)
+    assert torch.equal(model.choose_packed(TEXTS, b"yn")[0][2:4], model.choose_packed(TEXTS, [b"yn"] * 6)[0][2:4])
+
+
+def test_nothing_is_answered_of_nothing(model):
+    assert model.encode([]).shape == (0, 24)
+    assert [part.shape for part in model.encode_tokens([])] == [(0, 16), (1,)]
+    assert model.choose([], b"yn") == []
+    assert model.score([], ["a"]).shape == (0, 1)
+
+
+@pytest.mark.parametrize("call", ["encode", "encode_tokens", "choose"])
+def test_modes_are_restored_and_there_is_no_graph(model, call):
+    model.train()
+    model.pooling.eval()
+    before = [part.training for part in model.modules()]
+    arguments = (b"yn",) if call == "choose" else ()
+    found = getattr(model, call)(TEXTS, *arguments)
+    assert not (found if call == "encode" else found[0]).requires_grad
+    assert [part.training for part in model.modules()] == before
+    with pytest.raises(ValueError, match="is not UTF-8"):
+        getattr(model, call)([Item(Modality.TEXT, b"\xff", 0)], *arguments)
+    assert [part.training for part in model.modules()] == before
+    assert torch.is_grad_enabled()
+    model.eval()
+
+
+@pytest.mark.parametrize(
+    ("call", "head", "message"),
+    [
+        (lambda m: m.encode(["a"]), "pooled", r"no pooled head: build it with pooled=PooledHead"),
+        (lambda m: m.encode_tokens(["a"]), "tokens", r"no token head: build it with tokens=TokenHead"),
+        (lambda m: m.score(["a"], ["b"]), "tokens", r"no token head: build it with tokens=TokenHead"),
+        (lambda m: m.choose(["a"], b"yn"), "bytes", r"no byte head: build it with bytes=ByteHead"),
+    ],
+)
+def test_a_model_without_the_head_is_refused(call, head, message):
+    with pytest.raises(ValueError, match=message):
+        call(build(**{head: None}))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: m.encode("one"), "expected a sequence of texts or items and got one str: put it in a list"),
+        (lambda m: m.encode(Item.text("one")), "got one Item: put it in a list"),
+        (lambda m: m.encode([b"one"]), "number 0 is a bytes: expected a text or an Item"),
+        (lambda m: m.encode(["a"], batch_tokens=0), "batch_tokens is 0: expected at least 1"),
+        (lambda m: m.encode([Item(Modality.AUDIO, b"x", 0)]), "no audio input"),
+        (lambda m: m.encode_tokens(["a"], max_span=0), "max_span is 0"),
+        (lambda m: m.score(["a"], ["b"], [(0, 1)]), r"pairs\[0, 1\] = 1 names no document"),
+        (lambda m: m.choose(["a", "b"], [b"yn"]), "there are 1 choices for 2 items"),
+        (lambda m: m.choose(["a"], b"yy"), r"item 0x[0-9a-f]{16} \(text, 1 bytes\) is offered b'yy': expected bytes"),
+        (lambda m: m.choose(["a"], [b""]), "is offered b'': expected bytes, at least one"),
+        (lambda m: m.choose(["a"]), "is offered b''"),
+        (lambda m: m.choose(["a"], ["yn"]), "is offered 'yn': expected bytes"),
+    ],
+)
+def test_impossible_requests_are_refused(model, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(model)
+
+
+def test_a_model_in_float64_answers_in_float64():
+    wide = build().double()
+    assert wide.encode(TEXTS).dtype == wide.encode_tokens(TEXTS)[0].dtype == torch.float64
+    assert wide.score(TEXTS, TEXTS).dtype == wide.choose(TEXTS, b"yn")[0].dtype == torch.float64
+
+
+def test_a_bar_shows_when_it_takes_long(model, monkeypatch, capsys):
+    model.encode(TEXTS)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(inference, "PATIENCE", 0)
+    model.encode(TEXTS)
+    assert "Encoding: 100%" in capsys.readouterr().err
