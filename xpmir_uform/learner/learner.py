@@ -136,7 +136,7 @@ class UFormLearner(Learner, ResumableTask):
         """Trains to the end, or until every listener asks to stop.
 
         Raises:
-            GracefulTimeout: it was asked to stop, and has saved.
+            GracefulTimeout: it was asked to stop, and is to be run again.
         """
         fabric = self.fabric_config.get_fabric()
         limit_waiting(fabric, self.rank_timeout)
