@@ -191,7 +191,7 @@ def test_control_a_missing_world_size_factor_is_seen(tmp_path, whole):
 def test_control_a_dropped_temperature_gradient_is_seen(tmp_path, whole, monkeypatch):
     from xpmir_uform.trainer import step
 
-    monkeypatch.setattr(step, "surrogate", lambda output, rows, scale: (output.embeddings * rows).sum())
+    monkeypatch.setattr(step, "surrogate", lambda answers, gradient: (answers.embeddings * gradient.embeddings).sum())
     monkeypatch.setattr(UFormEncoder, "clamp_temperature", lambda self: None)
     run_here(config(), tmp_path)
     assert distance(tmp_path, whole) > 1e-4

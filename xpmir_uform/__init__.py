@@ -31,6 +31,7 @@ _HOMES = {
     "xpmir_uform.learner.origin": ("Checkpoint", "checkpoint_at"),
     "xpmir_uform.losses.choices": ("ChoicesLoss",),
     "xpmir_uform.losses.contrastive": ("ContrastiveLoss", "Negatives"),
+    "xpmir_uform.losses.late_interaction": ("LateInteractionLoss",),
     "xpmir_uform.losses.forms": ("BalancedForm", "RankedForm", "SigmoidForm"),
     "xpmir_uform.losses.masked": ("MaskedLoss",),
     "xpmir_uform.model.heads": ("ByteHead", "PatchHead", "PooledHead", "TokenHead"),

@@ -1,7 +1,7 @@
 """The batcher: plans microbatches by predicted memory, and plans again when memory runs out all the same."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +31,9 @@ class UFormBatcherWorker(PowerAdaptativeBatcherWorker):
     Attributes:
         model: what a microbatch costs; until it is fitted, and where memory has no bound, its tokens.
         ceiling: what a microbatch may cost since memory ran out; the same on every rank.
+        limits: hard limits beside the batch shape's, by the name of a column of
+            :class:`~xpmir_uform.batching.sizes.Sizes`.
+        predicted: bytes of the heaviest microbatch of the last step; None: the model is not fitted.
     """
 
     def __init__(self, batcher: "UFormBatcher", batch_size: int):
@@ -42,6 +45,8 @@ class UFormBatcherWorker(PowerAdaptativeBatcherWorker):
         self.reach: int | None = None
         self.ceiling = float("inf")
         self.fitted = False
+        self.limits: Mapping[str, int] = {}
+        self.predicted: float | None = None
         self.warned: set[int] = set()
 
     def pre_train_setup(self, probe_fn: Callable[[Sequence[int]], None], fabric=None) -> None:
@@ -82,13 +87,13 @@ class UFormBatcherWorker(PowerAdaptativeBatcherWorker):
         """The microbatches of some bags, heaviest bags first, in ascending order within each.
 
         Raises:
-            ValueError: a bag alone exceeds a limit of the batch shape (named by its key), or ``memory`` is given and
+            ValueError: a bag alone exceeds a hard limit (named by its key), or ``memory`` is given and
                 the model has not been measured.
         """
         if self.batcher.memory and not self.fitted:
             raise ValueError(f"memory is {self.batcher.memory} bytes and no model was measured: call pre_train_setup")
         budget = self.budget()
-        numbers = self.batcher.plan(bags, self.model, budget)
+        numbers = self.batcher.plan(bags, self.model, budget, self.limits)
         parts = [[bags[number] for number in part] for part in numbers]
         self._warn(parts, budget)
         return parts
@@ -113,6 +118,7 @@ class UFormBatcherWorker(PowerAdaptativeBatcherWorker):
         """
         while True:
             parts = self.plan(batch)
+            self.predicted = max(map(self.cost, parts), default=0.0) if self.fitted else None
             try:
                 return process(iter(parts), len(parts), *args, **kwargs)
             except RuntimeError as error:
@@ -182,15 +188,20 @@ class UFormBatcher(Batcher):
         if any(not lengths or min(lengths) < 1 for lengths in self.probes):
             raise ValueError(f"probes are {self.probes}, expected at least one item in each, of at least one token")
 
-    def plan(self, bags: Sequence[BagSize], model: CostModel, budget: float) -> list[list[int]]:
+    def plan(
+        self, bags: Sequence[BagSize], model: CostModel, budget: float, limits: Mapping[str, int] | None = None
+    ) -> list[list[int]]:
         """The numbers of the bags of each microbatch.
 
+        Args:
+            limits: beside those of ``shape``.
+
         Raises:
-            ValueError: a bag alone exceeds a limit of ``shape``; the message gives its key.
+            ValueError: a bag alone exceeds a limit; the message gives its key.
         """
         # Not a default made by a factory: experimaestro 2.7 makes no instance of one within another.
         packer = self.packer or BagPacker.C().instance()
-        return packer.plan(bags, self.shape, model, budget)
+        return packer.plan(bags, self.shape, model, budget, limits)
 
     @property
     def longest(self) -> int:

@@ -123,11 +123,19 @@ class BagPacker(Config):
     __xpmid__ = "uform.bag-packer"
 
     def plan(
-        self, bags: Sequence[BagSize], shape: BatchShape | None, model: CostModel, budget: float
+        self,
+        bags: Sequence[BagSize],
+        shape: BatchShape | None,
+        model: CostModel,
+        budget: float,
+        limits: Mapping[str, int] | None = None,
     ) -> list[list[int]]:
         """The numbers of the bags of each microbatch: every bag once, ascending within a microbatch.
 
+        Args:
+            limits: beside those of ``shape``, of further columns of :class:`~xpmir_uform.batching.sizes.Sizes`.
+
         Raises:
-            ValueError: a bag alone exceeds a limit of ``shape``; the message gives its key.
+            ValueError: a bag alone exceeds a limit; the message gives its key.
         """
-        return pack(bags, shape.limits() if shape else {}, model, budget)
+        return pack(bags, {**(shape.limits() if shape else {}), **(limits or {})}, model, budget)

@@ -23,10 +23,10 @@ def refuse(bags: Sequence[BagSize], sizes: Sizes, limits: Mapping[str, int]) -> 
         column = getattr(sizes, name)
         over = np.flatnonzero(column > limit)
         if len(over):
-            what = "tokens in one item" if name == "longest" else name
+            what = "tokens in one item" if name == "longest" else name.replace("_", " ")
             raise ValueError(
                 f"bag {bags[over[0]].key:#018x} has {column[over[0]]} {what} and a microbatch holds at most {limit}: "
-                "raise that limit of the batch shape, or make the bag smaller"
+                "raise that limit, of the batch shape or of a loss, or make the bag smaller"
             )
 
 

@@ -1,16 +1,21 @@
 """What the ranks of one step tell one another.
 
 The global batch is in rank order: rank r owns the items ``shares[r]``, which follow one another. Every collective call
-of a step is made by every rank, once, whatever its own share and its own microbatches.
+of a step is made by every rank, whatever its own share and its own microbatches, and also when its memory ran out.
 
 Letters: N items of the global batch, n items of this rank, d embedding width, R ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
+
+from xpmir_uform.batching.probing import is_out_of_memory
+
+T = TypeVar("T")
 
 
 class Ranks:
@@ -54,3 +59,21 @@ class Ranks:
         mine = torch.empty_like(blocks[0])
         dist.reduce_scatter(mine, blocks)
         return mine[: len(shares[self.rank])]
+
+    def broadcast(self, values: torch.Tensor, owner: int) -> torch.Tensor:
+        """``values`` of the rank ``owner``, written over those of the others."""
+        dist.broadcast(values, src=owner)
+        return values
+
+    def sum_at(self, values: torch.Tensor, owner: int) -> None:
+        """Makes ``values`` of the rank ``owner`` the sum over the ranks; those of the others are then undefined."""
+        dist.reduce(values, dst=owner)
+
+    def attempt(self, work: Callable[[], T]) -> tuple[T | None, RuntimeError | None]:
+        """What ``work`` answers, or the error by which memory ran out, which the other ranks must hear of first."""
+        try:
+            return work(), None
+        except RuntimeError as error:
+            if self.count == 1 or not is_out_of_memory(error):
+                raise
+            return None, error

@@ -1,38 +1,38 @@
 """One optimizer step over a global batch, whatever its microbatches and ranks.
 
-A joint loss needs every embedding of the batch; memory holds the graph of one microbatch, and a rank holds its own
-items. So:
+A joint loss needs every embedding of the batch, or token vectors of all its queries and documents; memory holds the
+graph of one microbatch, and a rank holds its own items. So:
 
 1. the normalisers of the losses are counted, before any forward pass, and summed over the ranks;
-2. embeddings are made without graph, microbatch by microbatch; the last one keeps its graph, so that a batch of one
-   microbatch is run once;
-3. embeddings are gathered; each rank computes the loss rows of its own items against all columns; the gradients
-   return to the owners of the items by one sum;
+2. embeddings and token vectors are made without graph, microbatch by microbatch; the last one keeps its graph, so that
+   a batch of one microbatch is run once;
+3. embeddings are gathered, and token vectors scored (see :mod:`~xpmir_uform.trainer.interaction`); each rank computes
+   the loss rows of its own items against all columns; the gradients return to the owners of the items by one sum;
 4. each microbatch runs again to carry its gradients to the parameters, and the additive losses join there; then the
    parameters' gradients are summed over the ranks.
 
 Steps 2 to 4 on one device are GradCache (Gao et al., "Scaling deep contrastive learning batch size under memory limited
 setup", RepL4NLP 2021, section 3.2). Without a joint loss there is no step 2 and 3.
 
-Letters: N items of the batch, n items of a microbatch, d embedding width, G temperature groups.
+Letters: N items of the batch, n items of a microbatch, d embedding width, G temperature groups, k kept tokens, W token
+width.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
 
-from xpmir_uform.batching.probing import is_out_of_memory
 from xpmir_uform.data.batch import Batch
 from xpmir_uform.data.questions import Questions
 from xpmir_uform.losses.base import AdditiveLoss, Answers, BatchLoss, Encoded, JointLoss, LossValue
+from xpmir_uform.losses.late_interaction import LateInteractionLoss
 from xpmir_uform.model import Packed
+from xpmir_uform.trainer.interaction import Interaction, Spans
 from xpmir_uform.trainer.ranks import Ranks
 
-T = TypeVar("T")
 Values = dict[str, LossValue]
 """Losses by name."""
 
@@ -64,12 +64,14 @@ class Share:
         microbatches: of this rank; none if it has no item.
         closing: one item outside the batch, of no weight: its pass carries temperature and bias and sums the
             parameters' gradients over the ranks. None on a single rank.
+        kept: how many tokens of each of this rank's items have their vectors kept, if a loss compares tokens.
     """
 
     batch: Batch
     shares: Sequence[range]
     microbatches: Sequence[Microbatch]
     closing: Microbatch | None = None
+    kept: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,24 +105,53 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """The losses of a step, each with its normalisers over the whole batch."""
+    """The losses of a step, each with its normalisers over the whole batch.
+
+    Args:
+        joint, additive: both kinds.
+        kept: (N,) int64, the kept tokens of every item.
+    """
 
     joint: Sequence[tuple[JointLoss, Tensor]]
     additive: Sequence[tuple[AdditiveLoss, Tensor]]
+    kept: Tensor
+
+    def reading(self, head: str) -> list[JointLoss]:
+        """The joint losses that compare what a head of the model gives."""
+        return [loss for loss, _ in self.joint if head in loss.HEADS]
 
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """The gradient of the joint losses' weighted sum.
+    """The gradient of the joint losses' weighted sum with respect to answers; None where there is none.
 
     Args:
-        embeddings: (n, d), of this rank's items; None, like the others: there is no joint loss.
+        embeddings: (n, d), of this rank's items or of a microbatch.
         inverse_temperature, bias: (G,), this rank's part.
+        tokens: (k, W), of this rank's kept tokens or of a microbatch.
     """
 
     embeddings: Tensor | None = None
     inverse_temperature: Tensor | None = None
     bias: Tensor | None = None
+    tokens: Tensor | None = None
+
+    def scale(self) -> "Gradient":
+        """Temperature and bias alone, which belong to the whole batch: one pass carries them."""
+        return Gradient(inverse_temperature=self.inverse_temperature, bias=self.bias)
+
+    def of_items(self, items: Tensor, kept: Tensor, scale: "Gradient") -> "Gradient":
+        """The part of some items, by their numbers on this rank, and what ``scale`` holds.
+
+        Args:
+            kept: (n,) tokens of each item of this rank.
+        """
+        embeddings, tokens = self.embeddings, self.tokens
+        return replace(
+            scale,
+            embeddings=None if embeddings is None else embeddings[items.to(embeddings.device)],
+            tokens=None if tokens is None else tokens[Spans.of(kept, items).rows.to(tokens.device)],
+        )
 
 
 def exact_step(engine: Engine, share: Share, losses: Sequence[BatchLoss]) -> Values:
@@ -138,30 +169,38 @@ def exact_step(engine: Engine, share: Share, losses: Sequence[BatchLoss]) -> Val
     failure: RuntimeError | None = None
     with engine.unsynchronised():
         if counted.joint:
-            answers, failure = attempt(engine.ranks, lambda: embed(engine, share.microbatches))
+            answers, failure = engine.ranks.attempt(lambda: embed(engine, share.microbatches))
             found, gradient, lost = compare(engine, share, counted, answers)
             values, failure = values | found, failure or lost
         if failure is None:
-            added, failure = attempt(engine.ranks, lambda: propagate(engine, share, counted, answers, gradient))
+            added, failure = engine.ranks.attempt(lambda: propagate(engine, share, counted, answers, gradient))
             values |= added or {}
     values = agree(engine.ranks, values, failure)
     if share.closing is not None:
         answer = engine.run(share.closing)
-        engine.carry(surrogate(answer, None, gradient) + added_loss(answer, share.closing, counted)[0])
+        engine.carry(surrogate(answer, gradient.scale()) + added_loss(answer, share.closing, counted)[0])
     return values
 
 
 def count(ranks: Ranks, share: Share, losses: Sequence[BatchLoss]) -> Counted:
-    """Phase 1: the global normalisers of every loss."""
+    """Phase 1: the global normalisers of every loss, and how many tokens each item keeps."""
     rows = share.shares[ranks.rank]
     asked = [part.questions for part in (*share.microbatches, share.closing) if part is not None]
     joint = [loss for loss in losses if isinstance(loss, JointLoss)]
     additive = [loss for loss in losses if isinstance(loss, AdditiveLoss)]
     parts = [loss.counts(share.batch, rows) for loss in joint]
     parts += [torch.stack([loss.counts(questions) for questions in asked]).sum(dim=0) for loss in additive]
+    kept = torch.zeros(share.shares[-1].stop, dtype=torch.float64)
+    compared = any("tokens" in loss.HEADS for loss in joint)
+    if compared:
+        kept[rows.start : rows.stop] = torch.tensor(share.kept, dtype=torch.float64)
+        parts.append(kept)
     totals = ranks.total(torch.cat(parts)).split([len(part) for part in parts])
+    last = len(joint) + len(additive)
     return Counted(
-        list(zip(joint, totals[: len(joint)], strict=True)), list(zip(additive, totals[len(joint) :], strict=True))
+        list(zip(joint, totals[: len(joint)], strict=True)),
+        list(zip(additive, totals[len(joint) : last], strict=True)),
+        kept=(totals[last] if compared else kept).long(),
     )
 
 
@@ -181,12 +220,22 @@ def compare(
     engine: Engine, share: Share, counted: Counted, answers: Sequence[Answers] | None
 ) -> tuple[Values, Gradient, RuntimeError | None]:
     """Phase 3: this rank's part of the joint losses and the gradient of its own items, or how memory ran out."""
+    ranks, failures = engine.ranks, []
     with engine.watch("loss"):
-        encoded = gather(engine, share, answers)
-        found, failure = attempt(engine.ranks, lambda: differentiate(engine.ranks, share, counted, encoded))
-        values, leaves = found or ({}, Encoded(*map(torch.zeros_like, leaves_of(encoded))))
-        own = engine.ranks.scatter_sum(leaves.embeddings, share.shares)
-    return values, Gradient(own, leaves.inverse_temperature, leaves.bias), failure
+        encoded = gather(engine, share, answers) if counted.reading("pooled") else Encoded()
+        meeting = interaction(ranks, share, counted)
+        if meeting is not None:
+            vectors = join_tokens(engine, share, counted.kept, answers)
+            scores, failure = meeting.score(vectors, failed=answers is None)
+            encoded, failures = replace(encoded, scores=scores.requires_grad_()), [failure]
+        found, failure = ranks.attempt(lambda: differentiate(ranks, share, counted, encoded))
+        values, slopes = found or ({}, zeros_like(encoded))
+        own = None if slopes.embeddings is None else ranks.scatter_sum(slopes.embeddings, share.shares)
+        gradient = Gradient(own, slopes.inverse_temperature, slopes.bias)
+        if meeting is not None and slopes.scores is not None:
+            tokens, lost = meeting.gradient(slopes.scores)
+            gradient, failures = replace(gradient, tokens=tokens), [*failures, lost]
+    return values, gradient, next((error for error in (*failures, failure) if error is not None), None)
 
 
 def gather(engine: Engine, share: Share, answers: Sequence[Answers] | None) -> Encoded:
@@ -195,30 +244,49 @@ def gather(engine: Engine, share: Share, answers: Sequence[Answers] | None) -> E
     A rank whose memory ran out sends zeros: what comes of them is thrown away by :func:`agree`.
     """
     mine = share.shares[engine.ranks.rank]
-    last = answers[-1] if answers else without_items(engine, share)
-    embeddings, inverse_temperature, bias = leaves_of(last)
+    embeddings, inverse_temperature, bias = some_answer(engine, share, answers).pooled()
     rows = embeddings.new_zeros((len(mine), embeddings.shape[1]))
     if answers:
-        numbers = torch.cat([microbatch.numbers for microbatch in share.microbatches]).to(rows.device)
-        rows[numbers - mine.start] = torch.cat([leaves_of(answer)[0].detach() for answer in answers])
+        rows[numbers_of(share).to(rows.device) - mine.start] = torch.cat([a.pooled()[0].detach() for a in answers])
     leaves = engine.ranks.gather(rows, share.shares), inverse_temperature.detach(), bias.detach()
     return Encoded(*(leaf.clone().requires_grad_() for leaf in leaves))
 
 
-def leaves_of(answers: Answers | Encoded) -> tuple[Tensor, Tensor, Tensor]:
-    """Embeddings, temperature and bias, which every model with a pooled head has."""
-    embeddings, inverse_temperature, bias = answers.embeddings, answers.inverse_temperature, answers.bias
-    assert embeddings is not None
-    assert inverse_temperature is not None
-    assert bias is not None
-    return embeddings, inverse_temperature, bias
-
-
-def without_items(engine: Engine, share: Share) -> Answers:
-    """Temperature, bias and the width of embeddings, on a rank that has no output."""
+def some_answer(engine: Engine, share: Share, answers: Sequence[Answers] | None) -> Answers:
+    """Temperature, bias and the width of vectors; on a rank that has no output, those of the closing pass."""
+    if answers:
+        return answers[-1]
     assert share.closing is not None
     with torch.no_grad():
         return engine.forward(share.closing)
+
+
+def numbers_of(share: Share) -> Tensor:
+    """The numbers of this rank's items in the batch, in the order of its microbatches."""
+    return torch.cat([microbatch.numbers for microbatch in share.microbatches])
+
+
+def interaction(ranks: Ranks, share: Share, counted: Counted) -> Interaction | None:
+    """Phase 3: the late interaction of this step, if a loss asks for it."""
+    losses = counted.reading("tokens")
+    if not losses:
+        return None
+    (loss,) = losses
+    assert isinstance(loss, LateInteractionLoss)
+    return Interaction(loss, ranks, share.batch, share.shares, counted.kept)
+
+
+def join_tokens(engine: Engine, share: Share, kept: Tensor, answers: Sequence[Answers] | None) -> Tensor:
+    """Phase 3: (k, W) detached vectors of this rank's kept tokens, item by item; zeros if memory ran out."""
+    mine = share.shares[engine.ranks.rank]
+    own = kept[mine.start : mine.stop]
+    like = some_answer(engine, share, answers).tokens
+    assert like is not None
+    vectors = like.new_zeros((int(own.sum()), like.shape[1]))
+    if answers:
+        rows = Spans.of(own, numbers_of(share) - mine.start).rows.to(vectors.device)
+        vectors[rows] = torch.cat([answer.tokens.detach() for answer in answers if answer.tokens is not None])
+    return vectors
 
 
 def differentiate(ranks: Ranks, share: Share, counted: Counted, encoded: Encoded) -> tuple[Values, Encoded]:
@@ -226,10 +294,14 @@ def differentiate(ranks: Ranks, share: Share, counted: Counted, encoded: Encoded
     rows = share.shares[ranks.rank]
     values = {loss.NAME: loss.compute(encoded, share.batch, rows, counts) for loss, counts in counted.joint}
     total = torch.stack([loss.weight * values[loss.NAME].value for loss, _ in counted.joint]).sum()
-    leaves = leaves_of(encoded)
-    found = torch.autograd.grad(total, leaves, allow_unused=True)
-    gradients = (torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, found, strict=True))
-    return values, Encoded(*gradients)
+    leaves = encoded.tensors()
+    found = torch.autograd.grad(total, tuple(leaves.values()), allow_unused=True, materialize_grads=True)
+    return values, Encoded(**dict(zip(leaves, found, strict=True)))
+
+
+def zeros_like(encoded: Encoded) -> Encoded:
+    """No gradient of any leaf."""
+    return Encoded(**{name: torch.zeros_like(leaf) for name, leaf in encoded.tensors().items()})
 
 
 def propagate(
@@ -239,16 +311,16 @@ def propagate(
 
     A single rank carries those of temperature and bias with its first microbatch.
     """
-    start = share.shares[engine.ranks.rank].start
-    scale = gradient if share.closing is None else None
+    mine = share.shares[engine.ranks.rank]
+    kept = counted.kept[mine.start : mine.stop]
+    scale = gradient.scale() if share.closing is None else Gradient()
     values: list[Values] = []
     for microbatch, answer in graphs(engine, share.microbatches, answers or []):
-        own = gradient.embeddings
-        rows = None if own is None else own[microbatch.numbers.to(own.device) - start]
+        part = gradient.of_items(microbatch.numbers - mine.start, kept, scale)
         added, found = added_loss(answer, microbatch, counted)
-        engine.carry(surrogate(answer, rows, scale) + added)
+        engine.carry(surrogate(answer, part) + added)
         values.append(found)
-        scale = None
+        scale = Gradient()
     return {loss.NAME: total([found[loss.NAME] for found in values]) for loss, _ in counted.additive if values}
 
 
@@ -262,23 +334,17 @@ def graphs(
         yield microbatch, engine.run(microbatch)
 
 
-def surrogate(answers: Answers, rows: Tensor | None, scale: Gradient | None) -> Tensor:
-    """A scalar whose gradient with respect to the parameters is a microbatch's share of the joint losses'.
+def surrogate(answers: Answers, gradient: Gradient) -> Tensor:
+    """A scalar whose gradient with respect to the parameters is what ``gradient`` says of these answers.
 
     Every answer takes part, with no weight if need be, so that each parameter that runs has a gradient, on every rank
     alike.
-
-    Args:
-        answers: of the microbatch.
-        rows: (n, d), the gradient of its embeddings; None: they have no weight.
-        scale: the gradient of temperature and bias, which belong to the whole batch: one pass alone carries them.
     """
     parts = [tensor * 0.0 for tensor in answers.tensors()]
-    if rows is not None:
-        parts.append(leaves_of(answers)[0] * rows)
-    if scale is not None and scale.inverse_temperature is not None and scale.bias is not None:
-        _, inverse_temperature, bias = leaves_of(answers)
-        parts += [inverse_temperature * scale.inverse_temperature, bias * scale.bias]
+    for each in fields(gradient):
+        slope, answer = getattr(gradient, each.name), getattr(answers, each.name)
+        if slope is not None:
+            parts.append(answer * slope)
     return sum((part.sum() for part in parts), torch.zeros(()))
 
 
@@ -298,16 +364,6 @@ def total(parts: Sequence[LossValue]) -> LossValue:
 def nothing(losses: Sequence[BatchLoss]) -> Values:
     """The part of a rank that computes no loss."""
     return {loss.NAME: LossValue(torch.zeros(()), dict.fromkeys(loss.STATS, 0.0)) for loss in losses}
-
-
-def attempt(ranks: Ranks, work: Callable[[], T]) -> tuple[T | None, RuntimeError | None]:
-    """What ``work`` answers, or the error by which memory ran out, which the other ranks must hear of first."""
-    try:
-        return work(), None
-    except RuntimeError as error:
-        if ranks.count == 1 or not is_out_of_memory(error):
-            raise
-        return None, error
 
 
 def agree(ranks: Ranks, values: Values, failure: RuntimeError | None) -> Values:

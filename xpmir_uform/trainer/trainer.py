@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -46,6 +46,11 @@ def check_heads(losses: Sequence[BatchLoss], model: Any) -> None:
                 raise ValueError(f"{name} needs the head {head!r} and the model has none: give the model {head}=...")
 
 
+def limits_of(losses: Sequence[BatchLoss]) -> dict[str, int]:
+    """The hard limits of a microbatch that losses set, by the name of a column of the sizes of bags."""
+    return {name: limit for loss in losses for name, limit in loss.limits().items()}
+
+
 def check_limits(losses: Sequence[BatchLoss], batcher: Any) -> None:
     """Refuses losses that need a limit which the batch shape does not set.
 
@@ -64,6 +69,12 @@ def check_limits(losses: Sequence[BatchLoss], batcher: Any) -> None:
                     f"{name} needs the limit {limit!r} and the batcher has none: give the trainer "
                     f"batcher=UFormBatcher.C(shape=BatchShape.C({limit}=...))"
                 )
+    bounded = limits_of(losses)
+    if bounded and not isinstance(batcher, UFormBatcher):
+        raise ValueError(
+            f"the losses bound {', '.join(bounded)} of a microbatch and {type(batcher).__qualname__.partition('.')[0]} "
+            "honours no such limit: give the trainer batcher=UFormBatcher.C()"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +143,8 @@ class UFormTrainer(LossTrainer):
             self.ranks.count,
         )
         self.last: StepReport | None = None
+        if isinstance(self.batcher_worker, UFormBatcherWorker):
+            self.batcher_worker.limits = limits_of(self.losses)
 
     def pre_train_setup(self, fabric) -> None:
         """Lets the batcher measure the model before it is wrapped."""
@@ -140,7 +153,9 @@ class UFormTrainer(LossTrainer):
 
     def probe(self, lengths: Sequence[int]) -> None:
         """One forward and backward pass over texts of these lengths, on the model as it is now."""
-        packed = pack([blank_text(length) for length in lengths]).to(self.model.device)
+        compared = any("tokens" in loss.HEADS for loss in self.losses)
+        blanks = [replace(blank_text(length), kept=length if compared else 0) for length in lengths]
+        packed = pack(blanks).to(self.model.device)
         with self.context.fabric.autocast():
             answers = Answers(*self.model(packed)[1:])
         torch.stack([tensor.sum() for tensor in answers.tensors()]).sum().backward()
@@ -179,6 +194,7 @@ class UFormTrainer(LossTrainer):
             loaded.shares,
             [self.microbatch(loaded, bags) for bags in parts if bags],
             closing=Microbatch(pack([blank_text(1)]), torch.zeros(0, dtype=torch.int64)) if several else None,
+            kept=[segment.kept for segment in loaded.segments],
         )
         watch = Watch(self.model.device)
         engine = Engine(self.forward, self.backward, self.ranks, self.unsynchronised, watch)
