@@ -40,11 +40,14 @@ from xpmir_uform import (
     BagSampler,
     BagSource,
     BatchShape,
+    ByteHead,
     ContrastiveLoss,
     CosineSchedule,
     ImageShape,
     Item,
+    MaskedLoss,
     Modality,
+    PatchHead,
     PooledHead,
     RankedForm,
     UFormBatcher,
@@ -122,6 +125,16 @@ class PiecesWorker(BatcherWorker):
 LONG = {"epochs": 40, "learning_rate": 1e-3}
 """200 steps. At ten times this rate training is chaotic: in float32, rounding alone moves the weights by a percent."""
 
+MASKED = MaskedLoss.C(token_mask_probability=0.3, token_mean_span=2.0, image_mask_ratio=0.5)
+JOINT = {
+    "losses": [ContrastiveLoss.C(), MASKED],
+    "heads": {"pooled": PooledHead.C(width=16), "bytes": ByteHead.C(), "patches": PatchHead.C()},
+}
+"""Contrast and masked reconstruction in one forward pass."""
+
+ALONE = {"losses": [MASKED], "heads": {"bytes": ByteHead.C(), "patches": PatchHead.C()}}
+"""Masked reconstruction by a model without a pooled head."""
+
 SMALL_MEMORY = UFormBatcher.C(memory=1_500_000)
 """Fits about a third of a batch."""
 
@@ -144,19 +157,18 @@ class KillAt(StepTrainingHook):
 
 def config(
     batcher=None, devices=1, precision="64-true", form=None, batch_size=BATCH, workers=0, backend="auto", kill=0,
-    epochs=EPOCHS, learning_rate=1e-2, **params,
+    epochs=EPOCHS, learning_rate=1e-2, losses=None, heads=None, **params,
 ):  # fmt: skip
     """The configuration that everything here runs."""
-    loss = ContrastiveLoss.C(backend=backend, **({"form": form} if form else {}))
+    contrast = ContrastiveLoss.C(backend=backend, **({"form": form} if form else {}))
+    heads = heads or {"pooled": PooledHead.C(width=16)}
     return UFormLearner.C(
         random=Random.C(seed=3),
-        model=UFormEncoder.C(
-            depth=1, hidden=128, pooled=PooledHead.C(width=16), image=ImageShape.C(patch_side=8, max_side=24), seed=1
-        ),
+        model=UFormEncoder.C(depth=1, hidden=128, image=ImageShape.C(patch_side=8, max_side=24), seed=1, **heads),
         trainer=UFormTrainer.C(
             sampler=BagSampler.C(source=Words.C()),
             batch_size=batch_size,
-            losses=[loss],
+            losses=losses or [contrast],
             num_workers=workers,
             **({"batcher": batcher} if batcher else {}),
         ),
@@ -338,6 +350,10 @@ def single_process_rows(matrix: Matrix, whole: Path) -> Iterator[Row]:
     runs = [matrix.resumed([step]) for step in range(1, EPOCHS * STEPS + 1)]
     yield Row("ended before each of 20 steps", "weights, optimizer, losses", max(bits(run, whole) for run in runs), 0.0)
     yield Row("ended twice", "weights, optimizer, losses", bits(matrix.resumed([4, 11]), whole), 0.0)
+    for name, objective in (("joint with masked", JOINT), ("masked alone", ALONE)):
+        masked = matrix.run(**objective, keep=100)
+        runs = [matrix.run(**objective, batcher=Pieces.C(size=size)) for size in (1, 3, 7)]
+        yield Row(f"microbatches, {name}", "weights, 64-true", max(distance(run, masked) for run in runs), 1e-10)
     single = matrix.run(precision="32-true", **LONG)
     runs = [matrix.run(precision="32-true", **LONG, batcher=Pieces.C(size=2))]
     yield Row("microbatches, 200 steps", "weights, 32-true", max(relative(run, single) for run in runs), 1e-5)
@@ -388,6 +404,9 @@ def rank_rows(matrix: Matrix, whole: Path) -> Iterator[Row]:
     yield Row("2 ranks, microbatches, 200 steps", "weights, 32-true", relative(both, single), 1e-5)
     few = matrix.run(batch_size=2, keep=100)
     yield Row("3 ranks, one without a bag", "weights, 64-true", distance(matrix.run(3, batch_size=2), few), 1e-10)
+    masked = matrix.run(**JOINT, keep=100)
+    runs = [matrix.run(2, **JOINT), matrix.run(2, **JOINT, batcher=Pieces.C(size=2))]
+    yield Row("2 ranks, joint with masked", "weights, 64-true", max(distance(run, masked) for run in runs), 1e-10)
     yield Row("gone on with 2 ranks", "weights, 64-true", distance(matrix.resumed([11], ranks=2), whole), 1e-10)
 
 

@@ -1,0 +1,74 @@
+"""Masked reconstruction: microbatches, ranks, workers and resuming change no mask and no weight beyond rounding."""
+
+import importlib.util
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+
+from xpmir_uform.losses import masked
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "invariance.py"
+spec = importlib.util.spec_from_file_location("invariance", SCRIPT)
+invariance = sys.modules["invariance"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(invariance)
+Pieces, config, distance, bits = invariance.Pieces, invariance.config, invariance.distance, invariance.bits
+run_here, run_ranks, JOINT, ALONE = invariance.run_here, invariance.run_ranks, invariance.JOINT, invariance.ALONE
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    run_here(config(**JOINT, keep=100), folder)
+    return folder
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_microbatches_change_nothing(tmp_path, whole, size):
+    run_here(config(Pieces.C(size=size), **JOINT), tmp_path)
+    assert distance(tmp_path, whole) < 1e-10
+
+
+def test_microbatches_change_nothing_without_a_joint_loss(tmp_path):
+    run_here(config(**ALONE, keep=100), tmp_path / "whole")
+    run_here(config(Pieces.C(size=2), **ALONE), tmp_path / "parts")
+    assert distance(tmp_path / "parts", tmp_path / "whole") < 1e-10
+
+
+def test_ranks_change_nothing(tmp_path, whole):
+    run_ranks(2, lambda rank, folder: run_here(config(Pieces.C(size=2), devices=2, **JOINT), folder), tmp_path)
+    assert distance(tmp_path, whole) < 1e-10
+
+
+def test_a_rank_without_a_bag_changes_nothing(tmp_path):
+    run_here(config(batch_size=2, keep=100, **JOINT), tmp_path / "one")
+    run_ranks(3, lambda rank, folder: run_here(config(batch_size=2, devices=3, **JOINT), folder), tmp_path / "three")
+    assert distance(tmp_path / "three", tmp_path / "one") < 1e-10
+
+
+def test_workers_and_resuming_change_no_bit(tmp_path, whole):
+    run_here(config(workers=2, **JOINT), tmp_path / "workers")
+    assert bits(tmp_path / "workers", whole) == 0
+    with pytest.raises(invariance.Killed):
+        run_here(config(kill=7, checkpoint_steps=1, **JOINT), tmp_path / "resumed")
+    run_here(config(**JOINT), tmp_path / "resumed")
+    assert bits(tmp_path / "resumed", whole) == 0
+
+
+def test_both_losses_are_logged(whole):
+    names = invariance.losses(whole)
+    assert {"contrastive", "masked", "masked/text_loss", "masked/image_places"} <= names.keys()
+
+
+def test_control_a_mask_keyed_by_position_is_seen(tmp_path, monkeypatch):
+    """The number of masks so far, which a resumed run does not know, in the place of the step."""
+    keyed, drawn = masked.generator, itertools.count()
+    monkeypatch.setattr(masked, "generator", lambda seed, purpose, step, key: keyed(seed, purpose, next(drawn), key))
+    run_here(config(**JOINT), tmp_path / "whole")
+    drawn = itertools.count()
+    with pytest.raises(invariance.Killed):
+        run_here(config(kill=11, checkpoint_steps=1, keep=100, **JOINT), tmp_path / "resumed")
+    drawn = itertools.count()
+    run_here(config(keep=100, **JOINT), tmp_path / "resumed")
+    assert distance(tmp_path / "whole", tmp_path / "resumed") > 1e-4
