@@ -54,6 +54,7 @@ bench: $(VENV)/dev
 	$(BIN)/python benchmarks/maxsim.py
 	$(BIN)/python benchmarks/batching.py
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/telemetry.py
 	$(BIN)/python benchmarks/inputs.py
 
 invariance: $(VENV)/dev
