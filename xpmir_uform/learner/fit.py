@@ -81,9 +81,11 @@ def fingerprint(sampler: Any) -> str:
     first epoch sees it. A change elsewhere is not seen; the price is 64 bags at each start.
 
     Args:
-        sampler: a ``BagSampler``; one without a ``source`` has the bags of its first step hashed.
+        sampler: a ``BagSampler``; one without a ``source`` has the first bag of its first step hashed; None: nothing.
     """
     digest = hashlib.sha256()
+    if sampler is None:
+        return digest.hexdigest()
     source = getattr(sampler, "source", None)
     bags = sampler.bags(0, 1) if source is None else _probes(source, sampler.seed)
     digest.update(str(None if source is None else len(source)).encode())

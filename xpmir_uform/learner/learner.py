@@ -184,7 +184,7 @@ class UFormLearner(Learner, ResumableTask):
         with fabric.init_module():
             self.trainer.initialize(self.random.state, self.context)
         self.frozen_counts = freeze(self.model, self.frozen)
-        self.context.subject = replace(self.context.subject, data=fingerprint(self.trainer.sampler))
+        self.context.subject = replace(self.context.subject, data=fingerprint(getattr(self.trainer, "sampler", None)))
         for listener in self.listeners:
             listener.initialize(self, self.context)
         self.optimizer.initialize(
