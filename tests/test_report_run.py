@@ -105,10 +105,8 @@ def made(folder):
     """The page of a job, parsed; its pictures are well-formed, and neither they nor it refer to anything outside."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        page, picture = report(folder)
-    elements = Elements(page.read_text())
+        elements = Elements(render(contents(folder, START)).decode())
     assert [attributes["id"] for tag, attributes in elements.tags if tag == "section"] == list(SECTIONS)
-    assert Image.open(picture).width == 1600
     for tag, attributes in elements.tags:
         assert tag not in ("script", "link", "iframe", "object"), tag
         assert not any(name.startswith("on") for name in attributes)
@@ -144,7 +142,7 @@ def test_the_page_of_a_run(job):
     assert "300 lines of telemetry, of the steps 1 to 300: each step has its line." in found.text["summary"]
     assert "Step300 (100 %)" in found.text["summary"].replace("\n", "")
     assert "900 of 1,000 train" in found.text["summary"]
-    assert "Leftnothing" in found.text["summary"].replace("\n", "")
+    assert "Time leftnothing" in found.text["summary"].replace("\n", "")
     assert found.text["alerts"].index("again") < found.text["alerts"].index("150, above 100")
     assert found.text["curves"].count("not finite at 4 steps (crosses)") == 3
     assert "frozen: image.*100" in found.text["environment"]
@@ -296,14 +294,22 @@ def test_what_is_no_job_is_refused_in_one_line(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["params.json", "telemetry.jsonl"]
 
 
-def test_the_command_says_where_the_files_are(job, tmp_path, capsys):
+def test_the_command_says_where_the_files_are(tmp_path, capsys):
+    job = write_job(tmp_path / "job", [line(1)], [alert(1)])
     assert main(["report", str(job), "--output", str(tmp_path / "page.html")]) == 0
     assert capsys.readouterr().out.split() == [str(tmp_path / "page.html"), str(tmp_path / "page.png")]
     assert main(["report", str(job)]) == 0
     assert (job / "report.html").is_file()
-    assert (job / "report.png").is_file()
+    assert Image.open(job / "report.png").size == (1600, 1850)
+    assert sorted(path.name for path in job.iterdir()) == [
+        "alerts.jsonl",
+        "report.html",
+        "report.png",
+        "telemetry.jsonl",
+    ]
     capsys.readouterr()
-    assert "absent" in refused(capsys, job, "--output", tmp_path / "absent" / "page.html")
+    for name in ("absent/page.html", "page.png"):
+        assert "expected a name that ends with .html in a folder" in refused(capsys, job, "--output", tmp_path / name)
 
 
 # --- Configuration and lineage

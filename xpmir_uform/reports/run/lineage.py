@@ -39,7 +39,7 @@ def read_checkpoint(folder: Path, name: str, remark: str = "") -> Checkpoint:
         values = manifest.read(folder)
         return Checkpoint(name, written, manifest.reference(folder, values)["sha256"], values, remark)
     except (OSError, ValueError) as error:
-        return Checkpoint(name, written, remark=remark or str(error))
+        return Checkpoint(name, written, remark="; ".join(filter(None, (remark, str(error)))))
 
 
 def read_checkpoints(job: Path) -> list[Checkpoint]:
@@ -95,6 +95,11 @@ def origin(values: Mapping[str, Any], there: set[str]) -> str:
     task = "" if previous["identifier"] == values["identifier"] else f" of {previous['identifier']}"
     kept = "" if previous["sha256"] in there else ", no longer here"
     return f"step {number(previous['step'])}{task}, {previous['sha256'][:12]}{kept}"
+
+
+def resumes(checkpoints: Sequence[Checkpoint]) -> list[int]:
+    """The steps that training went on from, as the newest manifest lists them."""
+    return [audit["source"]["step"] for audit in newest_manifest(checkpoints).get("audits", ())]
 
 
 def resume_grid(checkpoints: Sequence[Checkpoint]) -> Grid:

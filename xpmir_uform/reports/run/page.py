@@ -45,9 +45,11 @@ def contents(job: Path, now: float) -> dict[str, Any]:
     configuration, unconfigured = read_configuration(job)
     checkpoints = lineage.read_checkpoints(job)
     newest = columns.newest
+    identifier = str(newest.get("identifier") or job.resolve().name)
+    resumes = lineage.resumes(checkpoints)
     return {
-        "title": f"Run {str(newest.get('identifier') or job.resolve().name)[:12]}",
-        "identifier": newest.get("identifier") or "not recorded",
+        "title": f"Run {identifier.rpartition('/')[2][:12]}",
+        "identifier": identifier,
         "folder": str(job.resolve()),
         "sections": SECTIONS,
         "state": state,
@@ -56,7 +58,7 @@ def contents(job: Path, now: float) -> dict[str, Any]:
         "tiles": tables.tiles(columns, alerts, state.name == "done"),
         "notes": tables.notes(columns),
         "alerts": tables.alert_grid(alerts),
-        "curves": [*views.training(columns), *views.validations(read_histories(job, configuration))],
+        "curves": [*views.training(columns, resumes), *views.validations(read_histories(job, configuration))],
         "throughput": views.throughput(columns),
         "memory": views.memory(columns),
         "statistics": tables.statistic_grid(columns),
@@ -90,10 +92,12 @@ def report(job: Path, page: Path | None = None, now: float | None = None) -> tup
         the page and the picture.
 
     Raises:
-        ValueError: the folder is no job of a learner, or has no telemetry.
+        ValueError: the folder is no job of a learner, or has no telemetry; the page has no folder, or another suffix.
         OSError: the report cannot be written.
     """
     page = page or job / "report.html"
+    if page.suffix != ".html" or (page.parent != job and not page.parent.is_dir()):
+        raise ValueError(f"the page is {page}, expected a name that ends with .html in a folder that is there")
     shown = contents(job, time.time() if now is None else now)
     panels = [panel for name in PICTURES for panel in shown[name]]
     write(page, render(shown))

@@ -141,7 +141,10 @@ def draw_marks(axes: Axes, panel: Panel) -> None:
         axes.plot(places, np.full(len(places), 0.03), "x", color="#b00000", ms=5, transform=across, clip_on=False)
     for step, text in apart(panel.events, np.ptp(axes.get_xlim()) / 40)[:MOST_CURVES]:
         axes.axvline(step, color="#555555", ls=":", lw=0.9)
-        axes.text(step, 0.98, f" {plain(text)}", transform=across, rotation=90, va="top", fontsize=7, parse_math=False)
+        axes.text(
+            step, 0.98, f" {plain(text)}", transform=across, rotation=90, va="top", fontsize=7, parse_math=False,
+            bbox={"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 0.5},
+        )  # fmt: skip
 
 
 def draw(axes: Axes, panel: Panel) -> None:

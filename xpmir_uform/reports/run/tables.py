@@ -29,11 +29,11 @@ def tiles(columns: Columns, alerts: Sequence[Mapping[str, Any]], finished: bool)
     return [
         ("Step", f"{number(newest['step'])} ({number(newest.get('percent'), '%')})"),
         ("Epoch", number(newest.get("epoch"))),
-        ("Left", "nothing" if finished else duration(newest.get("eta_seconds"))),
+        ("Time left", "nothing" if finished else duration(newest.get("eta_seconds"))),
         ("Loss, mean of the window", number(window.get("loss"))),
         ("Items per second", number(window.get("items_per_second"))),
         ("Tokens per second", number(window.get("tokens_per_second"))),
-        ("Loader wait", number(100 * columns.get("window", "wait_share")[-1], "% of the time")),
+        ("Wait for the loader", number(100 * columns.get("window", "wait_share")[-1], "%")),
         ("Peak memory", size(np.nanmax(peak)) if np.isfinite(peak).any() else "not recorded"),
         ("Parameters", f"{number(parameters.get('trainable'))} of {number(parameters.get('total'))} train"),
         ("Steps skipped", number(counts.get("skipped"))),
@@ -61,9 +61,9 @@ def alert_grid(alerts: Sequence[Mapping[str, Any]]) -> Grid:
     """Every field of the newest alerts, newest first."""
     shown = list(alerts)[-MOST_ROWS:][::-1]
     header = list(dict.fromkeys(key for alert in shown for key in alert))
+    words = {"time": moment}
     rows = [
-        [moment(alert[key]) if key == "time" and key in alert else text(alert.get(key, "")) for key in header]
-        for alert in shown
+        ["" if (value := alert.get(key)) is None else words.get(key, text)(value) for key in header] for alert in shown
     ]
     note = (
         f"The newest {MOST_ROWS} of {len(alerts):,} alerts; alerts.jsonl holds all." if len(alerts) > MOST_ROWS else ""

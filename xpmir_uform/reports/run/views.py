@@ -1,6 +1,6 @@
 """Which panels a run has, section by section."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from xpmir_uform.reports.run.panels import Panel
 PARTS = ("forward", "loss", "backward", "optimizer")
 MIB = 2**20
 UNITS = (("h", 3600), ("min", 60), ("s", 1))
-MOST_POINTS, MOST_LAYERED = 600, 150
+MOST_POINTS, MOST_LAYERED = 600, 60
 """Of a curve; of stacked areas, which noise makes unreadable."""
 
 
@@ -27,14 +27,14 @@ def made(
     return [Panel(title, label, curves, **settings)] if curves else []
 
 
-def training(columns: Columns) -> list[Panel]:
-    """Loss, losses by name, learning rate, gradient norm, counts."""
+def training(columns: Columns, resumes: Sequence[int]) -> list[Panel]:
+    """Loss, losses by name, learning rate, gradient norm, counts; ``resumes``: the steps that were gone on from."""
     losses, lost = columns.below("losses"), columns.not_finite()
     total = {"loss": columns.get("loss"), "mean of the window": columns.get("window", "loss")}
     norms = {f"{when} clipping": columns.get("gradient_norm", when) for when in ("before", "after")}
     rates = columns.below("learning_rate")
     return [
-        *made(columns, "Loss", "loss", total, lost=lost),
+        *made(columns, "Loss", "loss", total, lost=lost, events=[(step, "resumed") for step in resumes]),
         *(made(columns, "Losses by name", "loss", losses, lost=lost) if len(losses) > 1 else []),
         *made(columns, "Learning rate", "learning rate", rates, zero=True, events=columns.phases),
         *made(columns, "Gradient norm", "global L2 norm", norms, lost=lost),
