@@ -68,8 +68,8 @@ def rank(scores: Tensor, cells: Cells) -> tuple[Tensor, Tensor]:
     place = torch.empty_like(order).scatter_(0, order, torch.arange(rows, device=order.device))
     negatives, widths = grouped(cells.rows, cells.repel > 0, place)
     pulls, pushes = cells.attract[positives], cells.repel[negatives]
-    shares = pushes / spread(torch.segment_reduce(pushes, "sum", lengths=widths, initial=0), widths)
-    pull = torch.segment_reduce(pulls, "sum", offsets=ends(heights[place]), initial=0)[order]
+    shares = pushes / spread(row_sums(pushes, widths), widths)
+    pull = row_sums(pulls, heights[place])[order]
     loss, slope, force = scores.new_zeros(()), torch.zeros_like(scores), torch.zeros_like(shares)
     for level in range(int(heights.max()) if rows else 0):
         live = int((heights > level).sum())
@@ -81,7 +81,7 @@ def rank(scores: Tensor, cells: Cells) -> tuple[Tensor, Tensor]:
         loss += (weight * softplus(difference)).sum()
         pushed = weight * difference.sigmoid()
         force[:stop] += pushed
-        slope[at] = -torch.segment_reduce(pushed, "sum", lengths=among, initial=0)
+        slope[at] = -row_sums(pushed, among)
     slope[negatives] = force
     return loss, slope
 
@@ -102,6 +102,11 @@ def grouped(rows: Tensor, wanted: Tensor, place: Tensor) -> tuple[Tensor, Tensor
 def ends(lengths: Tensor) -> Tensor:
     """Offsets of segments of these lengths, the first 0."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+def row_sums(values: Tensor, lengths: Tensor) -> Tensor:
+    """The sum over each row's cells, in their order."""
+    return torch.segment_reduce(values, "sum", offsets=ends(lengths), initial=0)
 
 
 def spread(values: Tensor, lengths: Tensor) -> Tensor:

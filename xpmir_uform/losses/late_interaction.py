@@ -29,30 +29,36 @@ def numbers_of(batch: Batch, side: Side, rows: range) -> Tensor:
 
 
 def check_sides(batch: Batch) -> None:
-    """Refuses attract and repel edges that do not join a query and a document.
+    """Refuses attract and repel edges that cannot be meant as those of queries and documents.
 
-    One direction suffices: where the anchor is the document, as in a symmetric relation, the edge speaks of the
-    document's own row, which other losses read and late interaction does not have. Ignore edges may join anything.
+    An anchor is a query, or a document alone: such an edge, as the other half of a symmetric relation or between two
+    documents, speaks of a row that late interaction does not have, and is left to other losses. A query's edges lead
+    to documents. Edges all of which lead from documents to queries are the wrong way round.
 
     Raises:
         ValueError: naming both items.
     """
+    seen = []
     for name, edges in (("attract", batch.attract), ("repel", batch.repel)):
-        anchors = edges.anchors()
-        one, other = batch.sides[anchors], batch.sides[edges.ids]
-        wrong = ~(_joins(one, other) | _joins(other, one))
-        if wrong.any():
-            place = int(wrong.nonzero()[0])
-            named = (_with_side(batch, int(column[place])) for column in (anchors, edges.ids))
-            raise ValueError(
-                f"the {name} edge from {' to '.join(named)}, joins no query with a document: late interaction takes "
-                "edges between an item whose side holds QUERY and one whose side holds DOCUMENT. Give the items their "
-                "sides, or leave the edge out"
-            )
+        one, other = batch.sides[edges.anchors()], batch.sides[edges.ids]
+        forth, back = _joins(one, other), _joins(other, one)
+        lost = ((one & int(Side.QUERY)) > 0) & ~forth & ~back
+        _refuse(batch, name, edges, lost | (one == int(Side.NONE)))
+        seen.append((forth, name, edges, back))
+    if not any(forth.any() for forth, *_ in seen):
+        for _, name, edges, back in seen:
+            _refuse(batch, name, edges, back)
 
 
-def _with_side(batch: Batch, number: int) -> str:
-    return f"{batch.describe(number)} of side {Side(int(batch.sides[number])).name}"
+def _refuse(batch: Batch, name: str, edges: Edges, wrong: Tensor) -> None:
+    if wrong.any():
+        place = int(wrong.nonzero()[0])
+        ends = (int(column[place]) for column in (edges.anchors(), edges.ids))
+        one, other = (f"{batch.describe(end)} of side {Side(int(batch.sides[end])).name}" for end in ends)
+        raise ValueError(
+            f"the {name} edge from {one} to {other} is none from a query to a document, which late interaction takes "
+            "it for: give the former the side QUERY and the latter DOCUMENT, or leave the edge out"
+        )
 
 
 def _joins(queries: Tensor, documents: Tensor) -> Tensor:
@@ -206,7 +212,7 @@ class LateInteractionLoss(JointLoss):
         """(3,) float64: attract weight, repel weight, anchors that have cells (in the ranked form: of both kinds).
 
         Raises:
-            ValueError: an edge joins no query with a document.
+            ValueError: an edge of a query leads to no document; see :func:`check_sides`.
         """
         check_sides(batch)
         pulled, pulls = scored_edges(batch, batch.attract, rows)
