@@ -62,10 +62,10 @@ class MediaFiles:
 
     @staticmethod
     def sound(samples, rate=16000, container="wav", codec="pcm_s16le"):
-        """A sound of (S, 1 or 2) samples in -1..1."""
+        """A sound of (S, 1, 2 or 8) samples in -1..1."""
         file = BytesIO()
         with av.open(file, "w", format=container) as output:
-            layout = {1: "mono", 2: "stereo"}[samples.shape[1]]
+            layout = {1: "mono", 2: "stereo", 8: "7.1"}[samples.shape[1]]
             MediaFiles._write_samples(output, output.add_stream(codec, rate=rate, layout=layout), samples, rate)
         return file.getvalue()
 

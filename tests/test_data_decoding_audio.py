@@ -152,6 +152,12 @@ def test_files_that_libsndfile_does_not_know(media, container, codec, rate):
     assert abs(values[2000:14000].std() - 0.5 / np.sqrt(2)) < 0.01
 
 
+def test_eight_channels_in_planes(media):
+    low = tone(50)  # the channel of low frequency effects carries nothing else
+    values = opened(media.sound(np.repeat(low[:, None], 8, axis=1), RATE, "ipod", "aac"))
+    np.testing.assert_allclose(values[2000:14000], low[2000:14000], atol=0.02)
+
+
 def test_the_sound_track_of_a_video_is_a_sound(media):
     frames = np.zeros((10, 16, 16, 3), np.uint8)
     content = media.video(frames, "mp4", "mpeg4", "yuv420p", sound=1.0)

@@ -220,6 +220,7 @@ for rate in (1_000, 4_000, 7_919, 8_000, 11_025, 22_050, 44_100, 48_000, 96_000,
     case(f"audio: {rate} hertz", AUDIO, 40, sound("WAV", rate=rate))
 for channels in (2, 3, 6, 8):
     case(f"audio: {channels} channels", AUDIO, 40, sound("WAV", samples=waves(channels=channels)))
+case("audio: 7.1 in planes", AUDIO, 41, lambda media: media.sound(waves(channels=8), RATE, "ipod", "aac"))
 for name, (samples, outcome) in {
     "one sample": (waves()[:1], 1),
     "no sample": (waves()[:0], "no sample"),

@@ -9,7 +9,7 @@ from io import BytesIO
 import numpy as np
 import soundfile
 import soxr
-from av import AudioFrame
+from av import AudioFrame, AudioResampler
 
 from xpmir_uform.data.decoding.media import declared_seconds, frames, reading, refusing
 from xpmir_uform.data.items import Item
@@ -22,6 +22,9 @@ RATE_LIMIT = 1_000_000
 
 HEADER_EXCESS = 1.0
 """Seconds that a header may declare beyond the limit before the samples are counted: coders add silence at the ends."""
+
+MOST_PLANES = 7
+"""PyAV 18 counts the planes of a frame wrongly, and reads beyond them, from 8 on."""
 
 GAIN = np.float32(8.0)
 """Samples in -1..1 are standardised by this factor: speech and music, whose deviation is usually 0.05 to 0.1, then vary
@@ -134,12 +137,20 @@ def _most_samples(rate: int, shape: AudioShape) -> int:
 
 def _channels(frame: AudioFrame) -> np.ndarray:
     """(C, S) float: the channels of a frame, of full scale 1."""
+    if frame.format.is_planar and frame.layout.nb_channels > MOST_PLANES:
+        frame = _interleaved(frame)
     values: np.ndarray = frame.to_ndarray()
     if not frame.format.is_planar:
         values = values.reshape(-1, frame.layout.nb_channels).T
     if values.dtype == np.uint8:
         return values.astype(np.float32) / 128 - 1
     return values / -float(np.iinfo(values.dtype).min) if values.dtype.kind == "i" else values
+
+
+def _interleaved(frame: AudioFrame) -> AudioFrame:
+    """The same samples in one plane."""
+    (whole,) = AudioResampler(frame.format.packed, frame.layout, frame.sample_rate).resample(frame)
+    return whole
 
 
 def _mixed(channels: np.ndarray) -> np.ndarray:
