@@ -53,6 +53,8 @@ def test_answers_are_those_of_each_item_alone_in_order(model, batch_tokens):
     embeddings = model.encode(given, batch_tokens)
     vectors, offsets = model.encode_tokens(given, batch_tokens)
     probabilities = model.choose(given, b"yn?", batch_tokens)
+    both = model.encode_both(given, batch_tokens)
+    torch.testing.assert_close(both, (embeddings, vectors, offsets), rtol=1e-5, atol=1e-6)
     assert offsets[0] == 0
     assert offsets[-1] == len(vectors)
     assert len(offsets) == len(given) + 1

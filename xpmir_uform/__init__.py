@@ -25,6 +25,7 @@ _HOMES = {
     "xpmir_uform.evaluation.lexical": ("LexicalEvaluation",),
     "xpmir_uform.evaluation.rankers": ("PooledRanker", "Reranker", "TokenRanker"),
     "xpmir_uform.evaluation.retrieval": ("RetrievalEvaluation", "RetrievalValidation"),
+    "xpmir_uform.export.index": ("Document", "Index", "build_index"),
     "xpmir_uform.export.pretrained": ("load_model", "save_model"),
     "xpmir_uform.learner.alerts": ("Alerts",),
     "xpmir_uform.learner.learner": ("UFormLearner",),

@@ -10,13 +10,15 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-NAMES = ("checkpoint", "report")
+NAMES = ("checkpoint", "report", "index", "search")
 """The subcommands; a new one is a module and its name here."""
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of all subcommands."""
-    top = argparse.ArgumentParser(prog="xpmir-uform", description="Look at what training with xpmir-uform wrote.")
+    top = argparse.ArgumentParser(
+        prog="xpmir-uform", description="Look at and use what was trained with xpmir-uform."
+    )
     subparsers = top.add_subparsers(required=True, metavar="COMMAND")
     for name in NAMES:
         module = import_module(f"{__name__}.{name}")

@@ -22,6 +22,7 @@ from xpmir_uform.data.items import Item
 from xpmir_uform.data.segments import Segment
 from xpmir_uform.model.encoding import batches, check_readable, evaluating, most_tokens
 from xpmir_uform.model.packing import pack
+from xpmir_uform.model.tokens import TokenProjection
 
 BATCH_TOKENS = 16_384
 PATIENCE = 2.0
@@ -94,10 +95,43 @@ def rows_of(offsets: np.ndarray, numbers: np.ndarray) -> Tensor:
     return torch.from_numpy(np.repeat(offsets[numbers], lengths) + within)
 
 
-def bar(total: int, name: str) -> tqdm:
-    """A bar that shows when a call takes long; within a task, experimaestro is told as well."""
+def bar(total: int | None, name: str) -> tqdm:
+    """A bar that shows when a call takes long; within a task, experimaestro is told as well.
+
+    Args:
+        total: items; None: not known.
+        name: what is done to them.
+    """
     make = tqdm if taskglobals.Env.instance().taskpath is None else task_tqdm
-    return make(total=total, desc=name, unit=" items", delay=PATIENCE)
+    return make(total=total, desc=name, unit=" items", delay=PATIENCE, leave=None)
+
+
+class TokenRows:
+    """Collects the token vectors of N items that come in any order.
+
+    Args:
+        count: N.
+        head: the module that makes them.
+    """
+
+    def __init__(self, count: int, head: TokenProjection) -> None:
+        self.lengths = np.zeros(count, np.int64)
+        self.weight = head.projection.weight
+        self.parts: list[tuple[np.ndarray, Tensor]] = []
+
+    def add(self, numbers: np.ndarray, segments: Sequence[Segment], rows: Tensor) -> None:
+        """Takes the kept vectors (n, W) of some items, item after item."""
+        self.lengths[numbers] = [segment.kept for segment in segments]
+        self.parts.append((numbers, rows))
+
+    def joined(self) -> tuple[Tensor, Tensor]:
+        """(T, W) float32 or wider in the order of the items, and (N + 1,) int64, where those of each begin."""
+        offsets = np.concatenate([[0], np.cumsum(self.lengths)])
+        device, wide = self.weight.device, torch.promote_types(self.weight.dtype, torch.float32)
+        vectors = torch.empty((int(offsets[-1]), len(self.weight)), dtype=wide, device=device)
+        for numbers, rows in self.parts:
+            vectors[rows_of(offsets, numbers).to(device)] = rows.to(wide)
+        return vectors, torch.from_numpy(offsets).to(device)
 
 
 @contextmanager
@@ -158,8 +192,7 @@ class Inference:
             ValueError: an item is of another modality or unreadable, or the model has no pooled head.
         """
         with inference(self):
-            pooling = _head(self, "pooling", "pooled", "PooledHead")
-            weight = pooling.projection.weight
+            weight = _head(self, "pooling", "pooled", "PooledHead").projection.weight
             found = as_items(items)
             embeddings = weight.new_empty((len(found), len(weight)))
             for numbers, _, outputs in answers(self, found, batch_tokens):
@@ -183,27 +216,26 @@ class Inference:
         Raises:
             ValueError: an item is of another modality or unreadable, or the model has no token head.
         """
-        if max_span is not None and max_span < 1:
-            raise ValueError(f"max_span is {max_span}: expected at least 1, or None for all tokens")
-
-        def keep(segment: Segment, number: int) -> Segment:
-            return replace(segment, kept=min(segment.tokens, max_span or segment.tokens))
-
         with inference(self):
-            head = _head(self, "token_projection", "tokens", "TokenHead")
             found = as_items(items)
-            lengths = np.zeros(len(found), np.int64)
-            parts = []
-            for numbers, segments, outputs in answers(self, found, batch_tokens, keep):
-                lengths[numbers] = [segment.kept for segment in segments]
-                parts.append((numbers, outputs.tokens))
-            offsets = np.concatenate([[0], np.cumsum(lengths)])
-            weight = head.projection.weight
-            wide = torch.promote_types(weight.dtype, torch.float32)
-            vectors = weight.new_empty((int(offsets[-1]), len(weight)), dtype=wide)
-            for numbers, rows in parts:
-                vectors[rows_of(offsets, numbers).to(weight.device)] = rows.to(wide)
-        return vectors, torch.from_numpy(offsets).to(weight.device)
+            rows = TokenRows(len(found), _head(self, "token_projection", "tokens", "TokenHead"))
+            for numbers, segments, outputs in answers(self, found, batch_tokens, _keep(max_span)):
+                rows.add(numbers, segments, outputs.tokens)
+            return rows.joined()
+
+    def encode_both(
+        self, items: Sequence[str | Item], batch_tokens: int = BATCH_TOKENS, max_span: int | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Embeddings and token vectors in one pass: what :meth:`encode` and :meth:`encode_tokens` answer."""
+        with inference(self):
+            found = as_items(items)
+            weight = _head(self, "pooling", "pooled", "PooledHead").projection.weight
+            rows = TokenRows(len(found), _head(self, "token_projection", "tokens", "TokenHead"))
+            embeddings = weight.new_empty((len(found), len(weight)))
+            for numbers, segments, outputs in answers(self, found, batch_tokens, _keep(max_span)):
+                embeddings[torch.from_numpy(numbers).to(weight.device)] = outputs.embeddings.to(weight.dtype)
+                rows.add(numbers, segments, outputs.tokens)
+            return embeddings, *rows.joined()
 
     def score(
         self,
@@ -277,6 +309,13 @@ class Inference:
                 rows = legal_softmax(outputs.choices, [given[number] for number in numbers])
                 probabilities[rows_of(offsets, numbers).to(rows.device)] = rows.to(wide)
         return probabilities, torch.from_numpy(offsets).to(probabilities.device)
+
+
+def _keep(max_span: int | None) -> Ask:
+    """Keeps the vectors of at most so many of the first tokens; None: of all."""
+    if max_span is not None and max_span < 1:
+        raise ValueError(f"max_span is {max_span}: expected at least 1, or None for all tokens")
+    return lambda segment, number: replace(segment, kept=min(segment.tokens, max_span or segment.tokens))
 
 
 def _answer(segment: Segment, number: int) -> Segment:

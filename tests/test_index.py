@@ -1,0 +1,319 @@
+"""Indexes: what is written, found, refused, and how the command does it."""
+
+import json
+import sys
+from io import BytesIO
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.nn.functional import normalize
+
+from xpmir_uform import ImageShape, Item, Modality, PooledHead, TokenHead, UFormEncoder, save_model
+from xpmir_uform.commands import main
+from xpmir_uform.export.index import Document, Index, build_index, building, nearest, read_collection
+from xpmir_uform.export.index.shards import Shard, write_shard
+
+COLOURS = "red green blue black white pink grey gold teal plum".split()
+THINGS = "apple pear plum car boat tree house lamp shoe hat cup door key fish bird stone".split()
+TEXTS = [f"{colour} {thing}" for colour in COLOURS for thing in THINGS]
+QUERIES = ["a red apple", "blue", "boats in teal", ""]
+
+
+def configuration(**params):
+    heads = {"pooled": PooledHead.C(width=32), "tokens": TokenHead.C(width=16)}
+    return UFormEncoder.C(**{"depth": 1, "hidden": 128, **heads, **params})
+
+
+def build(**params):
+    model = configuration(**params).instance()
+    model.initialize()
+    return model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build()
+
+
+@pytest.fixture(scope="module")
+def index(model, tmp_path_factory):
+    return build_index(model, TEXTS, tmp_path_factory.mktemp("index") / "i")
+
+
+def plainly(model, query, k, candidates):
+    """Numbers, scores and cosines by plain products of vectors that are rounded as the index rounds them."""
+    pooled = normalize(model.encode(TEXTS), dim=1).half().double()
+    cosines = pooled @ normalize(model.encode([query]), dim=1)[0].double()
+    near = cosines.sort(descending=True, stable=True).indices[:candidates]
+    vectors, offsets = model.encode_tokens(TEXTS)
+    own = model.encode_tokens([query])[0].double()
+    tokens = [vectors[offsets[number] : offsets[number + 1]].half().double() for number in near.tolist()]
+    scores = torch.stack([(own @ each.T).amax(1).mean() for each in tokens])
+    order = scores.sort(descending=True, stable=True).indices[:k]
+    return near[order], scores[order], cosines[near[order]]
+
+
+@pytest.mark.parametrize("query", QUERIES)
+@pytest.mark.parametrize(("k", "candidates"), [(5, None), (5, 40), (1000, None)])
+def test_hits_are_the_nearest_reordered_by_late_interaction(model, index, query, k, candidates):
+    hits = index.search(query, k, candidates)
+    numbers, scores, cosines = plainly(model, query, min(k, len(TEXTS)), candidates or k)
+    assert [hit.text for hit in hits] == [TEXTS[number] for number in numbers]
+    assert [hit.id for hit in hits] == [str(number) for number in numbers.tolist()]
+    np.testing.assert_allclose([hit.score for hit in hits], scores, atol=1e-5)
+    np.testing.assert_allclose([hit.cosine for hit in hits], cosines, atol=1e-5)
+
+
+def test_queries_together_are_answered_as_alone(index):
+    together = index.search_all(QUERIES, k=7)
+    for query, hits in zip(QUERIES, together, strict=True):
+        alone = index.search(query, k=7)
+        assert [hit.id for hit in hits] == [hit.id for hit in alone]
+        np.testing.assert_allclose([hit.score for hit in hits], [hit.score for hit in alone], atol=1e-5)
+    assert index.search_all([]) == []
+
+
+def test_a_query_may_be_cut(model, index):
+    best = index.search("red apple", k=1, max_query_span=3)[0]
+    vectors, own = model.encode_tokens([best.text])[0].half().float(), model.encode_tokens(["red apple"])[0][:3]
+    assert best.score == pytest.approx(float((own @ vectors.T).amax(1).mean()), abs=1e-5)
+
+
+def test_shards_change_nothing(model, index, tmp_path, monkeypatch):
+    monkeypatch.setattr(building, "SHARD_TOKENS", 100)
+    parts = build_index(model, iter(TEXTS), tmp_path / "i")
+    assert len(parts.shards) > 10
+    assert len(parts) == len(index) == len(TEXTS)
+    for query in QUERIES:
+        found, expected = parts.search(query, 9, 30), index.search(query, 9, 30)
+        assert [hit.id for hit in found] == [hit.id for hit in expected]
+        np.testing.assert_allclose([hit.score for hit in found], [hit.score for hit in expected], atol=1e-5)
+
+
+def test_an_index_is_opened_again(model, index):
+    assert Index(index.folder, model).search("red apple") == index.search("red apple")
+    wide = build().double()
+    found = Index(index.folder, wide).search("red apple")
+    assert [hit.id for hit in found] == [hit.id for hit in index.search("red apple")]
+
+
+def test_a_model_without_a_token_head_orders_by_cosine(tmp_path):
+    found = build_index(build(tokens=None), TEXTS, tmp_path / "i").search("red apple", 5)
+    assert (
+        [hit.score for hit in found] == [hit.cosine for hit in found] == sorted((h.score for h in found), reverse=True)
+    )
+
+
+def test_items_of_other_modalities_are_found(tmp_path):
+    model = build(image=ImageShape.C(patch_side=4, max_side=16))
+    file = BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (16, 12, 3), dtype=np.uint8)).save(file, "PNG")
+    picture = Item(Modality.IMAGE, file.getvalue(), 7)
+    made = build_index(
+        model, [Document("p", picture), Document("t", "red"), Document("u", Item.text("blue"))], tmp_path / "i"
+    )
+    assert made.search(picture, 1)[0] == ("p", pytest.approx(1, abs=1e-3), pytest.approx(1, abs=1e-3), "")
+    assert [hit.text for hit in made.search("blue", 1)] == ["blue"]
+
+
+@pytest.mark.parametrize("rows", [1, 7, 65_536])
+def test_exact_search_is_a_stable_sort(rows, monkeypatch):
+    monkeypatch.setattr(nearest, "BLOCK_ROWS", rows)
+    draw = torch.Generator().manual_seed(0)
+    documents = torch.randint(-2, 3, (40, 3), generator=draw).half()
+    queries = torch.randint(-2, 3, (6, 3), generator=draw).float()
+    expected = (queries @ documents.float().T).sort(dim=1, descending=True, stable=True)
+    for k in (1, 9, 40, 99):
+        numbers, products = nearest.exact_nearest(queries, documents.split([11, 0, 29]), k)
+        assert torch.equal(numbers, expected.indices[:, :k])
+        assert torch.equal(products, expected.values[:, :k])
+
+
+def test_opening_an_index_reads_no_vectors(tmp_path):
+    write_shard({"pooled": torch.ones(500_000, 64, dtype=torch.float16)}, tmp_path / "s")
+
+    def resident():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+
+    before = resident()
+    shard = Shard(tmp_path / "s")
+    assert len(shard) == 500_000
+    assert resident() - before < 8e6
+    assert float(shard.pooled[400_000].sum()) == 64
+    assert resident() - before < 16e6
+
+
+def test_a_graph_finds_nearly_the_same(model, index, tmp_path):
+    pytest.importorskip("usearch", reason="needs the extra 'search'")
+    made = build_index(model, TEXTS, tmp_path / "i", approximate=True)
+    assert (tmp_path / "i" / "pooled.usearch").is_file()
+    found = common = 0
+    for query in TEXTS[::5]:
+        expected = {hit.id: hit for hit in index.search(query, 10)}
+        assert [hit.id for hit in made.search(query, 10, exact=True)] == list(expected)
+        for hit in made.search(query, 10):
+            found += 1
+            if hit.id in expected:
+                common += 1
+                assert hit == (hit.id, *(pytest.approx(x, abs=1e-5) for x in expected[hit.id][1:3]), hit.text)
+    assert common >= 0.95 * found
+    assert len(made.search("red", 1000)) == len(TEXTS)
+
+
+def test_a_graph_without_usearch_says_what_to_install(model, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "usearch.index", None)
+    with pytest.raises(ValueError, match=r"usearch is not installed: pip install 'xpmir-uform\[search\]'"):
+        build_index(model, TEXTS, tmp_path / "i", approximate=True)
+    assert not (tmp_path / "i").exists()
+
+
+def test_another_model_is_refused(index):
+    with pytest.raises(ValueError, match=r"was built by another model .*: open it with that model, or build it again"):
+        Index(index.folder, build(seed=1))
+
+
+def test_a_model_that_reads_pictures_otherwise_is_another(tmp_path):
+    made = build_index(build(image=ImageShape.C(patch_side=4, max_side=16)), ["a"], tmp_path / "i")
+    with pytest.raises(ValueError, match="was built by another model"):
+        Index(made.folder, build(image=ImageShape.C(patch_side=4, max_side=32)))
+
+
+@pytest.mark.parametrize(
+    ("documents", "message"),
+    [
+        ([], "the collection is empty"),
+        ([Document("a", "x"), Document("a", "y")], "the id 'a' occurs twice"),
+        ([Document("0", "x"), 7], "number 1 is a int: expected a Document"),
+        ([Document("i", Item(Modality.IMAGE, b"x", 0))], "no image input"),
+        ([Document("i", Item(Modality.TEXT, b"\xff", 0))], "is not UTF-8"),
+    ],
+)
+def test_an_impossible_collection_leaves_what_was_there(model, tmp_path, documents, message):
+    with pytest.raises(ValueError, match=message):
+        build_index(model, documents, tmp_path / "i")
+    assert list(tmp_path.iterdir()) == []
+    build_index(model, ["one", "two"], tmp_path / "i")
+    with pytest.raises(ValueError, match=message):
+        build_index(model, documents, tmp_path / "i")
+    assert len(Index(tmp_path / "i", model)) == 2
+
+
+def test_an_index_replaces_an_index_and_nothing_else(model, tmp_path):
+    build_index(model, ["one", "two"], tmp_path / "i")
+    assert len(build_index(model, ["three"], tmp_path / "i")) == 1
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "a").write_text("dear")
+    with pytest.raises(ValueError, match="letters is there and is no index: choose another place, or remove it"):
+        build_index(model, ["one"], tmp_path / "letters")
+    assert (tmp_path / "letters" / "a").read_text() == "dear"
+
+
+def test_a_model_without_a_pooled_head_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no pooled head, which an index needs"):
+        build_index(build(pooled=None), ["one"], tmp_path / "i")
+
+
+def test_an_embedding_that_is_not_finite_is_refused_by_id(tmp_path):
+    broken = build()
+    broken.pooling.projection.weight.data[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="the embedding of document 'x' is not finite"):
+        build_index(broken, [Document("x", "one")], tmp_path / "i")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda folder: (folder / "index.json").unlink(),
+            "holds no index.json: expected a folder that xpmir-uform index",
+        ),
+        (lambda folder: (folder / "index.json").write_text("{"), "index.json is damaged"),
+        (lambda folder: (folder / "index.json").write_text('{"format": 2}'), "has the format 2, expected 1"),
+        (lambda folder: (folder / "00000.safetensors").unlink(), "00000.safetensors is no whole part of an index"),
+        (
+            lambda folder: (folder / "00000.safetensors").write_bytes((folder / "00000.safetensors").read_bytes()[:-9]),
+            "00000.safetensors is no whole part of an index",
+        ),
+        (lambda folder: count_more(folder), "holds 2 of 3 documents"),
+    ],
+)
+def test_a_damaged_index_is_refused(model, tmp_path, damage, message):
+    build_index(model, ["one", "two"], tmp_path / "i")
+    damage(tmp_path / "i")
+    with pytest.raises(ValueError, match=message):
+        Index(tmp_path / "i", model)
+
+
+def count_more(folder):
+    told = json.loads((folder / "index.json").read_text())
+    (folder / "index.json").write_text(json.dumps({**told, "documents": 3}))
+
+
+@pytest.mark.parametrize(("k", "candidates"), [(0, None), (5, 4)])
+def test_impossible_searches_are_refused(index, k, candidates):
+    with pytest.raises(ValueError, match=rf"k is {k} and candidates \d: expected 1 <= k <= candidates"):
+        index.search("red", k, candidates)
+
+
+def test_collections_in_files(tmp_path):
+    (tmp_path / "a.txt").write_bytes("red apple\n\nun café\r\nlast".encode())
+    assert list(read_collection(tmp_path / "a.txt")) == [("1", "red apple"), ("3", "un café"), ("4", "last")]
+    lines = [{"id": "x", "text": "red"}, {"id": 7, "text": "", "more": 1}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    assert list(read_collection(tmp_path / "a.jsonl")) == [("x", "red"), ("7", "")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"fine\n\xff\n", "a.txt, line 2 is not UTF-8"),
+        ("a.jsonl", b'{"id": 1, "text": "x"}\n{"id"', "a.jsonl, line 2 is not JSON"),
+        ("a.jsonl", b'{"id": 1}', "a.jsonl, line 1: expected"),
+        ("a.jsonl", b'{"text": "x"}', "a.jsonl, line 1: expected"),
+        ("a.jsonl", b'{"id": true, "text": "x"}', "a.jsonl, line 1: expected"),
+        ("a.jsonl", b"[1]", "a.jsonl, line 1: expected"),
+        ("a.txt", None, "there is no file .*a.txt: expected one text a line, or .jsonl"),
+    ],
+)
+def test_files_that_are_no_collections_are_refused(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        list(read_collection(tmp_path / name))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    build().save_model(folder / "weights")
+    save_model(configuration().loader_config(folder / "weights"), folder / "model")
+    return str(folder / "model")
+
+
+def test_the_command_writes_and_searches(saved, index, tmp_path, capsys):
+    (tmp_path / "texts.txt").write_text("\n".join(TEXTS) + "\n")
+    folder = str(tmp_path / "i")
+    assert main(["index", saved, str(tmp_path / "texts.txt"), folder]) == 0
+    assert capsys.readouterr().out == f"160 documents in {folder}\n"
+    assert main(["search", saved, folder, "red apple", "-k", "3", "--candidates", "9"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    expected = index.search("red apple", 3, 9)
+    assert lines == [f"{hit.score:.4f}\t{int(hit.id) + 1}\t{hit.text}" for hit in expected]
+    assert main(["search", saved, folder, "red", "blue", "-k", "1"]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("#")] == ["# red", "# blue"]
+
+
+def test_the_command_says_what_is_wrong(saved, tmp_path, capsys):
+    (tmp_path / "empty.txt").write_text("")
+    for arguments, message in [
+        (["index", saved, str(tmp_path / "empty.txt"), str(tmp_path / "i")], "the collection is empty"),
+        (["index", saved, str(tmp_path / "none"), str(tmp_path / "i")], "there is no file"),
+        (["index", str(tmp_path), str(tmp_path / "empty.txt"), str(tmp_path / "i")], "holds no experimaestro.json"),
+        (["search", saved, str(tmp_path), "red"], "holds no index.json"),
+        (["search", saved, str(tmp_path), "red", "--device", "nowhere"], "the model cannot run on nowhere"),
+    ]:
+        assert main(arguments) == 1
+        assert message in capsys.readouterr().err

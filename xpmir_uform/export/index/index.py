@@ -1,0 +1,160 @@
+"""An index that is there: opened at once, searched by pooled vectors, its hits reordered by token vectors.
+
+Letters: Q queries, D documents, k results, d embedding width.
+"""
+
+import json
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+from uform_kernels import maxsim
+
+from xpmir_uform.data.items import Item
+from xpmir_uform.export.fingerprint import fingerprint
+from xpmir_uform.export.index.nearest import exact_nearest, graph_nearest, open_graph
+from xpmir_uform.export.index.shards import Shard, shard_path
+
+DESCRIPTION = "index.json"
+GRAPH = "pooled.usearch"
+FORMAT = 1
+
+
+class Hit(NamedTuple):
+    """A document that was found.
+
+    Args:
+        id: of the document.
+        score: by which hits are ordered: late interaction if the model has a token head, else the cosine.
+        cosine: of the pooled embeddings.
+        text: of the document; empty for another modality.
+    """
+
+    id: str
+    score: float
+    cosine: float
+    text: str
+
+
+class Index:
+    """The vectors of a collection on disk: they are mapped, and only what a search touches comes into memory.
+
+    Args:
+        folder: that :func:`build_index` wrote.
+        model: by which it was built.
+
+    Raises:
+        ValueError: the folder is no whole index, or it was built by another model.
+    """
+
+    def __init__(self, folder: str | Path, model: Any) -> None:
+        self.folder, self.model = Path(folder), model
+        told, own = _description(self.folder), fingerprint(model)
+        if told["model"] != own:
+            raise ValueError(
+                f"{folder} was built by another model (its fingerprint is {told['model'][:12]}, this model's is "
+                f"{own[:12]}): open it with that model, or build it again"
+            )
+        self.shards = [Shard(shard_path(self.folder, number)) for number in range(told["shards"])]
+        self.starts = np.array([0, *accumulate(map(len, self.shards))])
+        if self.starts[-1] != told["documents"]:
+            raise ValueError(f"{folder} holds {self.starts[-1]} of {told['documents']} documents: build it again")
+        self.graph = open_graph(self.folder / GRAPH) if (self.folder / GRAPH).is_file() else None
+
+    def __len__(self) -> int:
+        """D."""
+        return int(self.starts[-1])
+
+    def search(
+        self,
+        text: str | Item,
+        k: int = 10,
+        candidates: int | None = None,
+        exact: bool = False,
+        max_query_span: int | None = None,
+    ) -> list[Hit]:
+        """The best documents of one query, best first; :meth:`search_all` says how."""
+        return self.search_all([text], k, candidates, exact, max_query_span)[0]
+
+    def search_all(
+        self,
+        queries: Sequence[str | Item],
+        k: int = 10,
+        candidates: int | None = None,
+        exact: bool = False,
+        max_query_span: int | None = None,
+    ) -> list[list[Hit]]:
+        """The best documents of each query: the nearest by pooled cosine, reordered by late interaction.
+
+        Args:
+            queries: texts, or items of any modality that the model reads.
+            k: at most D are answered.
+            candidates: how many of the nearest are reordered, of which the best k are answered; None: k.
+            exact: compares every document although there is a graph.
+            max_query_span: the first tokens of a query that are compared, as the model was trained; None: all.
+
+        Raises:
+            ValueError: ``k`` is below 1, or ``candidates`` below ``k``.
+        """
+        candidates = k if candidates is None else candidates
+        if k < 1 or candidates < k:
+            raise ValueError(f"k is {k} and candidates {candidates}: expected 1 <= k <= candidates")
+        pooled, tokens = self._encode(queries, max_query_span)
+        numbers, cosines = self._nearest(pooled, candidates, exact)
+        rows = zip(numbers.tolist(), cosines, tokens, strict=True)
+        return [self._hits(near, cosine, vectors, k) for near, cosine, vectors in rows]
+
+    def _encode(self, queries: Sequence[str | Item], span: int | None) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """(Q, d) float32 of length one; and the token vectors of each query, float32, if the model has a token head."""
+        if self.model.token_projection is None:
+            return normalize(self.model.encode(queries).float().cpu(), dim=1), [None] * len(queries)
+        pooled, tokens, offsets = self.model.encode_both(queries, max_span=span)
+        return normalize(pooled.float().cpu(), dim=1), tokens.float().cpu().split(offsets.diff().tolist())
+
+    def _hits(self, near: Sequence[int], cosines: Tensor, query: Tensor | None, k: int) -> list[Hit]:
+        """The best k of some documents, of equals the nearer first."""
+        scores = cosines if query is None else self._interact(query, near)
+        order = scores.sort(descending=True, stable=True).indices[:k].tolist()
+        return [self._hit(near[place], float(scores[place]), float(cosines[place])) for place in order]
+
+    def _nearest(self, pooled: Tensor, count: int, exact: bool) -> tuple[Tensor, Tensor]:
+        """(Q, min(count, D)) numbers and cosines."""
+        numbers = None if self.graph is None or exact else graph_nearest(pooled, self.graph, count)
+        if numbers is None:
+            return exact_nearest(pooled, (shard.pooled for shard in self.shards), count)
+        rows = [shard.pooled[row] for shard, row in map(self._place, numbers.flatten().tolist())]
+        near = torch.stack(rows).float().unflatten(0, numbers.shape)
+        return numbers, torch.einsum("qd,qkd->qk", pooled, near)
+
+    def _interact(self, query: Tensor, numbers: Sequence[int]) -> Tensor:
+        """(k,) float32: late interaction of one query (tokens, W) float32 with some documents."""
+        parts = [shard.tokens(row) for shard, row in map(self._place, numbers)]
+        offsets = torch.tensor([0, *accumulate(map(len, parts))])
+        return maxsim(query, torch.tensor([0, len(query)]), torch.cat(parts).float(), offsets)[0]
+
+    def _place(self, number: int) -> tuple[Shard, int]:
+        """The shard of a document, and its row there."""
+        shard = int(np.searchsorted(self.starts, number, side="right")) - 1
+        return self.shards[shard], number - int(self.starts[shard])
+
+    def _hit(self, number: int, score: float, cosine: float) -> Hit:
+        shard, row = self._place(number)
+        return Hit(shard.string("ids", row), score, cosine, shard.string("texts", row))
+
+
+def _description(folder: Path) -> dict[str, Any]:
+    path = folder / DESCRIPTION
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no {DESCRIPTION}: expected a folder that xpmir-uform index wrote")
+    try:
+        told = json.loads(path.read_text())
+        if told["format"] != FORMAT:
+            raise ValueError(f"{folder} has the format {told['format']}, expected {FORMAT}: build the index again")
+        return told
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): build the index again") from error

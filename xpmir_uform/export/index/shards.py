@@ -1,0 +1,93 @@
+"""Shards: the vectors of consecutive documents in one safetensors file, which is mapped and not read.
+
+Letters: n documents of a shard, t token vectors of them, d embedding width, W token width.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from xpmir_uform.export.index.collection import Document
+
+
+def shard_tensors(model: Any, documents: Sequence[Document], batch_tokens: int) -> dict[str, Tensor]:
+    """What is kept of some documents.
+
+    Returns:
+        ``pooled`` (n, d) float16 of length one (a zero embedding stays zero); ``tokens`` (t, W) float16 and
+        ``token_offsets`` (n + 1,) int64, if the model has a token head; ``ids`` and ``texts`` uint8 (UTF-8) with their
+        offsets.
+
+    Raises:
+        ValueError: an embedding is not finite; names the document.
+    """
+    contents = [document.content for document in documents]
+    found: dict[str, Tensor] = {}
+    if model.token_projection is None:
+        embeddings = model.encode(contents, batch_tokens)
+    else:
+        embeddings, tokens, offsets = model.encode_both(contents, batch_tokens)
+        found |= {"tokens": tokens.half().cpu(), "token_offsets": offsets.cpu()}
+    wrong = torch.nonzero(~embeddings.isfinite().all(dim=1))
+    if len(wrong):
+        raise ValueError(f"the embedding of document {documents[int(wrong[0])].id!r} is not finite: check the model")
+    found["pooled"] = normalize(embeddings.float(), dim=1).half().cpu()
+    for name, strings in (("ids", [d.id for d in documents]), ("texts", [d.text for d in documents])):
+        found |= _strings(name, strings)
+    return found
+
+
+def _strings(name: str, strings: Sequence[str]) -> dict[str, Tensor]:
+    encoded = [string.encode("utf-8") for string in strings]
+    return {
+        name: torch.from_numpy(np.frombuffer(b"".join(encoded), np.uint8).copy()),
+        f"{name}_offsets": torch.tensor([0, *accumulate(map(len, encoded))]),
+    }
+
+
+def shard_path(folder: Path, number: int) -> Path:
+    """Where shard ``number`` is."""
+    return folder / f"{number:05}.safetensors"
+
+
+def write_shard(tensors: dict[str, Tensor], path: Path) -> None:
+    """Writes one shard."""
+    save_file(tensors, str(path))
+
+
+class Shard:
+    """A shard on disk; only what is touched comes into memory.
+
+    Raises:
+        ValueError: the file is not a whole shard.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            file = safe_open(str(path), "pt")
+            self.tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            self.pooled = self.tensors["pooled"]
+        except (SafetensorError, OSError, KeyError) as error:
+            raise ValueError(f"{path} is no whole part of an index ({error}): build the index again") from error
+
+    def __len__(self) -> int:
+        """n."""
+        return len(self.pooled)
+
+    def string(self, name: str, row: int) -> str:
+        """Entry ``row`` of ``ids`` or ``texts``."""
+        start, stop = self.tensors[f"{name}_offsets"][row : row + 2].tolist()
+        return self.tensors[name][start:stop].numpy().tobytes().decode("utf-8")
+
+    def tokens(self, row: int) -> Tensor:
+        """(tokens, W) float16, of one document."""
+        start, stop = self.tensors["token_offsets"][row : row + 2].tolist()
+        return self.tensors["tokens"][start:stop]
