@@ -2,10 +2,10 @@
 
     python benchmarks/telemetry.py [--quick]
 
-Trains the quickstart's model on its data for some steps. In each it times the check of loss and gradient, and the line of
-telemetry with its alerts. Prints the median share of each in the time of the step (without the wait for its batch) and
-fails if both together take more than 2 %. Needs the packages of the extra ``demo``. On two cores it takes about half a
-minute.
+Trains the quickstart's model on its data for some steps. In each it times the check of loss and gradient, and the line
+of telemetry with its alerts. Prints the median share of each in the time of the step (without the wait for its batch)
+and fails if both together take more than 2 %. Needs the packages of the extra ``demo``. On two cores it takes about
+half a minute.
 """
 
 import argparse

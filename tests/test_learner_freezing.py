@@ -1,6 +1,7 @@
 """Freezing: what a pattern names stays as it is, bit for bit, without a number in the optimizer."""
 
 import os
+import shutil
 import socket
 from pathlib import Path
 
@@ -159,6 +160,20 @@ def check(folder):
 def test_frozen_parameters_keep_every_bit(execute, tmp_path):
     execute(config(frozen=FROZEN), tmp_path)
     check(tmp_path)
+
+
+def test_an_interrupted_run_ends_the_same(execute, tmp_path):
+    execute(config(frozen=FROZEN), tmp_path / "whole")
+    execute(config(frozen=FROZEN, checkpoint_steps=1), tmp_path / "cut")
+    checkpoints = job(tmp_path / "cut") / "checkpoints"
+    for step in (3, 4):
+        shutil.rmtree(checkpoints / f"step-{step:08d}")
+    (checkpoints / "last").unlink()
+    execute(config(frozen=FROZEN), tmp_path / "cut")
+    for file in ("model", "optimizer"):
+        cut, whole = (checkpoint(tmp_path / name, "last", file) for name in ("cut", "whole"))
+        assert cut.keys() == whole.keys()
+        assert all(torch.equal(cut[name], whole[name]) for name in whole)
 
 
 def test_negative_control_without_freezing_they_move(execute, tmp_path):

@@ -30,6 +30,7 @@ from xpmir_uform import (
     CosineSchedule,
     Item,
     PooledHead,
+    UFormBatcher,
     UFormEncoder,
     UFormLearner,
     UFormTrainer,
@@ -292,12 +293,15 @@ class KillAt(StepTrainingHook):
             raise Killed
 
 
-def config(devices=1, **params):
+def config(devices=1, batcher=None, **params):
     return UFormLearner.C(
         random=Random.C(seed=3),
         model=UFormEncoder.C(depth=1, hidden=128, pooled=PooledHead.C(width=16), seed=3),
         trainer=UFormTrainer.C(
-            sampler=BagSampler.C(source=Words.C()), batch_size=4, losses=[ContrastiveLoss.C(weight=0.5)]
+            sampler=BagSampler.C(source=Words.C()),
+            batch_size=4,
+            losses=[ContrastiveLoss.C(weight=0.5)],
+            **({"batcher": batcher} if batcher else {}),
         ),
         max_epochs=EPOCHS,
         steps_per_epoch=STEPS,
@@ -420,6 +424,30 @@ def test_training_goes_on_without_telemetry(execute, tmp_path, whole, kind, monk
     assert caplog.text.count("alerts.jsonl cannot be written") == 1
     ours, theirs = weights(tmp_path), weights(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_memory_is_predicted_where_it_was_measured(execute, tmp_path, whole):
+    assert {line["memory"]["predicted"] for line in read_telemetry(job(whole))} == {None}
+    execute(config(batcher=UFormBatcher.C(memory=1_000_000)), tmp_path)
+    lines = checked(job(tmp_path))
+    assert all(0 < line["memory"]["predicted"] <= 1_000_000 for line in lines)
+    assert all(line["memory"]["peak"] > 1_000_000 for line in lines)
+
+
+def test_a_damaged_checkpoint_is_an_alert(execute, tmp_path):
+    KillAt.before_steps, KillAt.after_steps = {7}, set()
+    with pytest.raises(Killed):
+        execute(config(checkpoint_steps=1), tmp_path)
+    damaged = job(tmp_path) / "checkpoints" / "step-00000006" / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    execute(config(checkpoint_steps=1), tmp_path)
+    lines, (alert,) = checked(job(tmp_path)), read_alerts(job(tmp_path))
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert "step-00000006" in alert["message"]
+    assert (alert["step"], alert["value"], alert["threshold"]) == (5, None, None)
+    # A finished run keeps it, and so does another one.
+    execute(config(checkpoint_steps=1), tmp_path)
+    assert list(read_alerts(job(tmp_path))) == [alert]
 
 
 @pytest.mark.parametrize(("name", "wrong"), [("window", 0), ("telemetry_bytes", 0), ("max_skipped", 0)])
