@@ -2,18 +2,21 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
-from experimaestro import Constant, ResumableTask, taskglobals
+from experimaestro import Constant, ResumableTask, TaskCancelled, taskglobals
 from experimaestro.xpmutils import DirectoryContext
 from safetensors.torch import load_file, save_file
 from xpm_torch import Random
 from xpm_torch.learner import Learner, LearnerListener, LearnerListenerStatus
-from xpm_torch.trainers.context import StepTrainingHook
+from xpm_torch.schedulers import LinearWithWarmup
+from xpm_torch.trainers import Trainer
+from xpm_torch.trainers.context import StepTrainingHook, TrainState
 
 from xpmir_uform import (
     Bag,
@@ -353,3 +356,161 @@ def test_no_checkpoint_is_promised_that_does_not_exist(tmp_path):
     assert list(outputs[UFormLearner].checkpoints) == ["last"]
     assert outputs[UFormLearner].checkpoints["last"].path == tmp_path / "checkpoints" / "last"
     assert outputs[UFormLearner].learned_model.path == tmp_path / "checkpoints" / "last"
+
+
+def stop_before(execute, made, folder, step):
+    KillAt.steps = {step}
+    with pytest.raises(Killed):
+        execute(made, folder)
+
+
+def stock(**params):
+    return config(Learner, listeners=False, **params)
+
+
+def epochs_in(folder):
+    return sorted(path.name for path in (job(folder) / "checkpoints").glob("epoch-*"))
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(5, "input/output error"), TaskCancelled("by a signal"), MemoryError()], ids=str
+)
+def test_the_stock_learner_deletes_what_it_cannot_read_once_and_begins_anew(execute, tmp_path, monkeypatch, error):
+    """Ours raises such an error and touches nothing (test_learner_checkpoints.py)."""
+    stop_before(execute, stock(), tmp_path, 10)
+    assert epochs_in(tmp_path) == ["epoch-00000002"]
+
+    def fail(*args):
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TrainState, "load", fail)
+        stop_before(execute, stock(), tmp_path, 1)
+    assert epochs_in(tmp_path) == []
+
+
+def test_the_stock_learner_goes_on_from_flipped_bits_and_ours_does_not(execute, tmp_path, whole):
+    for made, folder, pattern in ((stock, "stock", "epoch-*/model/*"), (config, "ours", "step-00000008/model*")):
+        stop_before(execute, made(), tmp_path / folder, 10)
+        (weights,) = (job(tmp_path / folder) / "checkpoints").glob(pattern)
+        data = bytearray(weights.read_bytes())
+        data[-3] ^= 64
+        weights.write_bytes(data)
+        execute(made(), tmp_path / folder)
+    assert_same(tmp_path / "ours", whole)
+    found = load_file(job(tmp_path / "stock") / "checkpoints" / "last" / "model" / "model.safetensors")
+    expected = load_file(job(whole) / "checkpoints" / "last" / "model.safetensors")
+    assert not all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_the_stock_learner_killed_in_its_last_copy_ends_without_it(execute, tmp_path, monkeypatch):
+    """Ours: a kill at each operation of saving (test_learner_checkpoints.py)."""
+    copy = TrainState.copy_model
+
+    def killed(self, path):
+        if self.epoch == EPOCHS:
+            raise Killed
+        copy(self, path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TrainState, "copy_model", killed)
+        with pytest.raises(Killed):
+            execute(stock(), tmp_path)
+    execute(stock(), tmp_path)
+    assert list((job(tmp_path) / "checkpoints" / "last").iterdir()) == []
+
+
+def test_the_stock_learner_repeats_an_epoch_that_ours_goes_on_inside(execute, tmp_path, monkeypatch):
+    steps, process = [], UFormTrainer.process_batch
+    monkeypatch.setattr(
+        UFormTrainer, "process_batch", lambda self, batch: steps.append(batch.number) or process(self, batch)
+    )
+    stop_before(execute, stock(), tmp_path / "stock", 7)
+    execute(stock(), tmp_path / "stock")
+    assert steps == [*range(6), *range(4, 12)]
+    steps.clear()
+    stop_before(execute, config(checkpoint_steps=1), tmp_path / "ours", 7)
+    execute(config(checkpoint_steps=1), tmp_path / "ours")
+    assert len(steps) == len(set(steps)) == 12
+
+
+def test_the_stock_learner_can_end_without_any_checkpoint(execute, tmp_path):
+    execute(stock(checkpoint_interval=5), tmp_path / "stock")
+    assert not (job(tmp_path / "stock") / "checkpoints" / "last").exists()
+    execute(config(checkpoint_interval=5), tmp_path / "ours")
+    assert os.readlink(job(tmp_path / "ours") / "checkpoints" / "last") == "step-00000012"
+
+
+class Noise(Trainer):
+    """Its gradients are drawn from torch's global generator."""
+
+    __xpmid__ = "test.noise"
+
+    def initialize(self, random, context):
+        super().initialize(random, context)
+        self.model.initialize()
+
+    def iter_batches(self):
+        return iter(int, 1)
+
+    def process_batch(self, batch):
+        weights = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.context.backward(sum((weight * torch.rand_like(weight)).sum() for weight in weights))
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_draws_from_a_global_generator_are_lost_by_the_stock_learner(execute, tmp_path):
+    """Ours keys what a model draws (test_learner_resume.py), so that there is nothing to save."""
+
+    def made():
+        learner = stock()
+        learner.trainer = Noise.C()
+        return learner
+
+    execute(made(), tmp_path / "whole")
+    stop_before(execute, made(), tmp_path / "pieces", 7)
+    execute(made(), tmp_path / "pieces")
+    found, expected = (
+        load_file(job(tmp_path / name) / "checkpoints" / "last" / "model" / "model.safetensors")
+        for name in ("pieces", "whole")
+    )
+    assert not all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_stock_trainer_that_uses_its_ranker_passes_by_the_wrapper_and_ours_does_not(execute, tmp_path, monkeypatch):
+    through, forward = [], UFormTrainer.forward
+
+    def watched(self, microbatch):
+        through.append((self.ranker is self._fabric_model, self._fabric_model is self.context.state.model))
+        return forward(self, microbatch)
+
+    monkeypatch.setattr(UFormTrainer, "forward", watched)
+    execute(stock(max_epochs=1), tmp_path)
+    assert set(through) == {(False, True)}
+
+
+def test_the_stock_linear_schedule_misses_its_floor_and_ours_does_not():
+    stock_schedule = LinearWithWarmup.C(num_warmup_steps=2, min_factor=0.1).instance()
+    assert stock_schedule.lr_lambda(10, 10) == pytest.approx(0.1 / 1.1)
+    ours = CosineSchedule.C(learning_rate=1.0, min_learning_rate=0.1, warmup_steps=2).instance()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    ours(optimizer, 10, last_epoch=9)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+
+
+def test_any_folder_named_kernels_passes_for_flash_attention(tmp_path, monkeypatch):
+    """None of ours bears that name (test_package.py)."""
+    from xpm_torch.utils.fabric import is_fa2_available
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.delitem(sys.modules, "kernels", raising=False)
+    (tmp_path / "kernels").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert is_fa2_available()
+    monkeypatch.delitem(sys.modules, "kernels", raising=False)

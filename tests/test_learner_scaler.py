@@ -6,6 +6,7 @@ import lightning as L
 import torch
 from lightning.fabric.plugins import MixedPrecision
 from xpm_torch.context import Context
+from xpm_torch.optim import ScheduledOptimizer
 
 from xpmir_uform.learner.context import UFormContext
 from xpmir_uform.learner.fit import Subject
@@ -79,3 +80,11 @@ def test_a_checkpoint_without_a_scale_begins_a_fresh_one(tmp_path):
     fabric, _, _, scaled = made()
     assert context(fabric, tmp_path).load_bestcheckpoint(1)
     assert scaled.scaler.get_scale() == 4.0
+
+
+def test_stock_optimizers_do_not_save_the_scale_of_fabric():
+    """When this fails, xpm-torch saves it."""
+    _, _, optimizers, scaled = made()
+    optimizers.scheduler_steps = -1
+    assert scaled.scaler.state_dict()["scale"] == 4.0
+    assert ScheduledOptimizer.state_dict(optimizers)["scaler"] is None
