@@ -9,6 +9,7 @@ from typing import Any
 from experimaestro import Task
 from experimaestro.scheduler.jobs import JobFailureStatus
 from tqdm import tqdm
+from xpm_torch import ModuleLoader
 from xpm_torch.experiments.helpers import LearningExperimentHelper
 from xpm_torch.learner import Learner, LearnerOutput
 
@@ -28,17 +29,30 @@ class UFormExperiment(LearningExperimentHelper):
         super().__init__(callable)
         self.pending: list[tuple[str, Any]] = []
 
-    def train(self, learner: Learner, **tags: str | int | float) -> LearnerOutput:
+    def train(self, learner: Learner, *, start: ModuleLoader | None = None, **tags: str | int | float) -> LearnerOutput:
         """Submits a learner under ``tags`` and links its TensorBoard folder into the experiment's.
 
         A learner without a tag would have no name there, and its log folder exists only once it is submitted.
+
+        Args:
+            learner: that trains.
+            start: trained weights to begin with, as ``learned_model`` of another training of the same model. They are a
+                part of the learner's identifier. None: the model's initial weights.
+
+        Raises:
+            ValueError: there is no tag, or ``start`` loads the weights of another model.
         """
+        if start is not None and start.model is not learner.model:
+            raise ValueError(
+                "start loads its weights into another model than the one that is trained: "
+                "give both trainings the same model object"
+            )
         if not tags:
             raise ValueError("train() was given no tag, expected at least one, such as seed=1: runs are named by tags")
         for name, value in tags.items():
             learner.tag(name, value)
         label = ", ".join(f"{name}={value}" for name, value in tags.items())
-        output = self.submit(f"Training {label}", learner)
+        output = self.submit(f"Training {label}", learner, init_tasks=[] if start is None else [start])
         self.monitoring_service.add(learner, learner.logpath)
         return output
 

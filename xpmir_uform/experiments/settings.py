@@ -1,5 +1,6 @@
 """Settings that YAML files set and experiment files turn into configurations."""
 
+from experimaestro import Config
 from experimaestro.experiments import configuration
 from xpm_torch import Random
 from xpm_torch.configuration import FabricConfiguration
@@ -53,14 +54,20 @@ class ModelSettings:
     bias: float = -10.0
     """Initial bias of the scores"""
 
-    def config(self, seed: int) -> UFormEncoder:
-        """The encoder; its initial weights are a function of ``seed``."""
+    def config(self, seed: int, **parts: Config) -> UFormEncoder:
+        """The encoder; its initial weights are a function of ``seed``.
+
+        Args:
+            seed: of the initial weights.
+            parts: further fields of the encoder: heads, and shapes of other modalities.
+        """
         return UFormEncoder.C(
             depth=self.depth,
             hidden=self.hidden,
             seed=seed,
             image=ImageShape.C(patch_side=self.patch_side, max_side=self.max_side),
             pooled=PooledHead.C(width=self.width, inverse_temperature=self.inverse_temperature, bias=self.bias),
+            **parts,
         )
 
 
