@@ -128,3 +128,16 @@ def test_a_damaged_checkpoint_is_told_of(interrupted):
     assert "manifest.json was changed: its digest is of other content" in page
     assert "last; " in page
     assert "set aside: model.safetensors was &lt;cut&gt;" in page
+
+
+def test_the_configuration_as_experimaestro_writes_it(interrupted):
+    objects = config(checkpoint_steps=2).__xpm__.__json__()
+    (interrupted / "params.json").write_text(f'{{"objects": {objects}}}')
+    shown = contents(interrupted, 0.0)
+    task = {child.name: child for child in shown["configuration"].children}
+    assert shown["configuration"].value == "UFormLearner"
+    assert task["checkpoint_steps"].value == "2"
+    assert task["model"].value == "UFormEncoder"
+    assert {child.name: child.value for child in task["model"].children}["hidden"] == "128"
+    assert [child.value for child in task["optimizers"].children] == ["ParameterOptimizer"] * 2
+    assert "Validation: words" in [panel.title for panel in shown["curves"]]
