@@ -14,6 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from xpmir_uform.learner.files import sync
+
 logger = logging.getLogger(__name__)
 
 Entry = dict[str, Any]
@@ -137,11 +139,13 @@ class Journal:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             self._size = os.fstat(self._descriptor).st_size
+            sync(self.path.parent)
         return self._descriptor
 
     def _append(self, line: bytes) -> None:
         descriptor = self._open()
         if self.part_bytes and self._size and self._size + len(line) > self.part_bytes:
+            os.fsync(descriptor)
             self._rotate()
             descriptor = self._open()
         if os.fstat(descriptor).st_size > self._size:

@@ -87,6 +87,7 @@ class Observer:
         """Waits until all that was written is on the disk: a checkpoint must not know of steps that it does not."""
         if self.fabric.is_global_zero:
             self.telemetry.journal.sync()
+            self.alerts.journal.sync()
 
     def _write(self, seconds: float, wait: float) -> list[Finding]:
         line = self.telemetry.write(self._line(seconds, wait))

@@ -1,5 +1,6 @@
 """The optimizers of a run as one: one scale, one verdict, one norm, for all of their groups."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from time import perf_counter
@@ -46,6 +47,14 @@ class Optimizers(ScheduledOptimizer):
         if scaler is not None:
             scaler.update()
         self.outcome = replace(outcome, rates=rates(optimizers), seconds=perf_counter() - start)
+
+    def scheduler_step(self, context: UFormContext) -> None:
+        """One step of every schedule, also when the optimizers made none: the rate of step t is a function of t."""
+        with warnings.catch_warnings():
+            if self.outcome.skipped:
+                # torch takes a first step that was skipped for a wrong order of calls.
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            super().scheduler_step(context)
 
     def _step(
         self, context: UFormContext, optimizers: list[torch.optim.Optimizer], outcome: guard.Outcome
