@@ -27,7 +27,7 @@ $(VENV)/run: pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/dev: pyproject.toml | $(VENV)/run
-	$(BIN)/pip install --disable-pip-version-check -e ".[demo,demo-text,search,triton,dev,docs]"
+	$(BIN)/pip install --disable-pip-version-check -e ".[demo,demo-text,demo-audio,search,triton,dev,docs]"
 	@touch $@
 
 setup: $(VENV)/dev
