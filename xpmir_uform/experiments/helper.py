@@ -6,7 +6,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from experimaestro import Task
+from experimaestro import Task, stop_tags
 from experimaestro.scheduler.jobs import JobFailureStatus
 from tqdm import tqdm
 from xpm_torch import ModuleLoader
@@ -52,7 +52,7 @@ class UFormExperiment(LearningExperimentHelper):
         for name, value in tags.items():
             learner.tag(name, value)
         label = ", ".join(f"{name}={value}" for name, value in tags.items())
-        output = self.submit(f"Training {label}", learner, init_tasks=[] if start is None else [start])
+        output = self.submit(f"Training {label}", learner, init_tasks=[] if start is None else [stop_tags(start)])
         self.monitoring_service.add(learner, learner.logpath)
         return output
 
