@@ -101,7 +101,7 @@ class SeedRun:
         self.model = settings.model.config(seed, bytes=ByteHead.C(), patches=PatchHead.C())
 
     def reconstruction(self) -> UFormLearner:
-        """The masked training. Nothing is added to its pictures: of a patch of one colour it would have to tell noise."""
+        """The masked training, without noise: of a patch of one colour it would have to tell the noise."""
         source = EmojiBags.C(collection=self.collection)
         return self.settings.pretraining.learner(self.model, source, [self.settings.mask.loss()], seed=self.seed)
 
