@@ -59,7 +59,14 @@ class Interruptions:
             self.reason = f"{name} was received"
             logger.warning("%s: the step is finished and saved; a second signal ends at once", name)
         else:
+            self._cancel(frame)
             raise TaskCancelled(f"{name} was received after {self.reason}: nothing more is saved")
+
+    def _cancel(self, frame: FrameType | None) -> None:
+        """Lets experimaestro, whose handler of SIGTERM this one stands before, mark the job as cancelled."""
+        handler = self._before.get(signal.SIGTERM)
+        if callable(handler):
+            handler(signal.SIGTERM, frame)
 
     def due(self) -> bool:
         """Whether it is time to leave, as far as this process knows."""
