@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -45,11 +45,15 @@ from xpmir_uform import (
     CosineSchedule,
     ImageShape,
     Item,
+    LateInteractionLoss,
     MaskedLoss,
     Modality,
+    Negatives,
     PatchHead,
     PooledHead,
     RankedForm,
+    Side,
+    TokenHead,
     UFormBatcher,
     UFormEncoder,
     UFormLearner,
@@ -98,6 +102,28 @@ class Words(BagSource):
         return Bag.alike(items)
 
 
+class Asked(Words):
+    """The same with sides: a word asks for what is made of it; a neighbour repels it; some have two queries."""
+
+    __xpmid__ = "test.asked"
+
+    def bag(self, index, seed, epoch):
+        """The bag of one word, its edges both ways."""
+        word, *answers = super().bag(index, seed, epoch).items
+        queries = [replace(word, side=Side.QUERY)]
+        if index % 4 == 0:
+            queries.append(Item.text(f"what is {WORDS[index]}", side=Side.QUERY_AND_DOCUMENT))
+        documents = [replace(answer, side=Side.DOCUMENT) for answer in answers]
+        asked = [(q, d) for q in range(len(queries)) for d in range(len(queries), len(queries) + len(documents))]
+        other = Item.text(WORDS[index - 1][::-1], side=Side.DOCUMENT)
+        last = len(queries) + len(documents)
+        return Bag(
+            (*queries, *documents, other),
+            attract=(*asked, *((d, q) for q, d in asked)),
+            repel=tuple((q, last) for q in range(len(queries))),
+        )
+
+
 class Pieces(Batcher):
     """Microbatches of ``size`` bags."""
 
@@ -135,6 +161,26 @@ JOINT = {
 ALONE = {"losses": [MASKED], "heads": {"bytes": ByteHead.C(), "patches": PatchHead.C()}}
 """Masked reconstruction by a model without a pooled head."""
 
+NAMED = {
+    "source": Asked.C(),
+    "losses": [LateInteractionLoss.C(max_query_span=5)],
+    "heads": {"tokens": TokenHead.C(width=16)},
+}
+"""Late interaction by a model without a pooled head."""
+
+AMBIENT = {
+    "source": Asked.C(),
+    "losses": [ContrastiveLoss.C(), LateInteractionLoss.C(negatives=Negatives.AMBIENT, max_query_span=5), MASKED],
+    "heads": {**JOINT["heads"], "tokens": TokenHead.C(width=16)},
+}
+"""Contrast, late interaction with every document of the batch, and masked reconstruction in one forward pass."""
+
+LIMITED = {
+    **NAMED,
+    "losses": [LateInteractionLoss.C(max_query_span=5, max_query_tokens=17, max_documents=9, max_document_tokens=190)],
+}
+"""Late interaction that bounds microbatches."""
+
 SMALL_MEMORY = UFormBatcher.C(memory=1_500_000)
 """Fits about a third of a batch."""
 
@@ -157,7 +203,7 @@ class KillAt(StepTrainingHook):
 
 def config(
     batcher=None, devices=1, precision="64-true", form=None, batch_size=BATCH, workers=0, backend="auto", kill=0,
-    epochs=EPOCHS, learning_rate=1e-2, losses=None, heads=None, **params,
+    epochs=EPOCHS, learning_rate=1e-2, losses=None, heads=None, source=None, **params,
 ):  # fmt: skip
     """The configuration that everything here runs."""
     contrast = ContrastiveLoss.C(backend=backend, **({"form": form} if form else {}))
@@ -166,7 +212,7 @@ def config(
         random=Random.C(seed=3),
         model=UFormEncoder.C(depth=1, hidden=128, image=ImageShape.C(patch_side=8, max_side=24), seed=1, **heads),
         trainer=UFormTrainer.C(
-            sampler=BagSampler.C(source=Words.C()),
+            sampler=BagSampler.C(source=source or Words.C()),
             batch_size=batch_size,
             losses=losses or [contrast],
             num_workers=workers,
@@ -354,6 +400,11 @@ def single_process_rows(matrix: Matrix, whole: Path) -> Iterator[Row]:
         masked = matrix.run(**objective, keep=100)
         runs = [matrix.run(**objective, batcher=Pieces.C(size=size)) for size in (1, 3, 7)]
         yield Row(f"microbatches, {name}", "weights, 64-true", max(distance(run, masked) for run in runs), 1e-10)
+    for name, objective in (("late interaction, named", NAMED), ("late interaction, ambient, joint", AMBIENT)):
+        late = matrix.run(**objective, keep=100)
+        runs = [matrix.run(**objective, batcher=Pieces.C(size=size)) for size in (1, 3, 7)]
+        runs += [matrix.run(**LIMITED)] if objective is NAMED else []
+        yield Row(f"microbatches, {name}", "weights, 64-true", max(distance(run, late) for run in runs), 1e-10)
     single = matrix.run(precision="32-true", **LONG)
     runs = [matrix.run(precision="32-true", **LONG, batcher=Pieces.C(size=2))]
     yield Row("microbatches, 200 steps", "weights, 32-true", max(relative(run, single) for run in runs), 1e-5)
@@ -407,6 +458,13 @@ def rank_rows(matrix: Matrix, whole: Path) -> Iterator[Row]:
     masked = matrix.run(**JOINT, keep=100)
     runs = [matrix.run(2, **JOINT), matrix.run(2, **JOINT, batcher=Pieces.C(size=2))]
     yield Row("2 ranks, joint with masked", "weights, 64-true", max(distance(run, masked) for run in runs), 1e-10)
+    for name, objective in (("late interaction, named", NAMED), ("late interaction, ambient, joint", AMBIENT)):
+        late = matrix.run(**objective, keep=100)
+        runs = [matrix.run(2, **objective), matrix.run(3, **objective, batcher=Pieces.C(size=2))]
+        yield Row(f"2, 3 ranks, {name}", "weights, 64-true", max(distance(run, late) for run in runs), 1e-10)
+    few = matrix.run(**AMBIENT, batch_size=2, keep=100)
+    runs = [matrix.run(3, **AMBIENT, batch_size=2)]
+    yield Row("3 ranks, one without a query", "weights, 64-true", max(distance(run, few) for run in runs), 1e-10)
     yield Row("gone on with 2 ranks", "weights, 64-true", distance(matrix.resumed([11], ranks=2), whole), 1e-10)
 
 
