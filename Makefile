@@ -53,6 +53,7 @@ bench: $(VENV)/dev
 	$(BIN)/python benchmarks/pair_loss.py
 	$(BIN)/python benchmarks/maxsim.py
 	$(BIN)/python benchmarks/batching.py
+	$(BIN)/python benchmarks/index.py
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/telemetry.py
 	$(BIN)/python benchmarks/inputs.py
