@@ -67,7 +67,7 @@ class Masked(ConfigurationBase):
 
 @uform_experiment()
 def run(helper: UFormExperiment, settings: Masked):
-    """Trains two models for each seed, two tasks at a time, evaluates both, and prints the report."""
+    """Trains two models for each seed, a few tasks at a time, evaluates both, and prints the report."""
     collection = EmojiCollection.installed(held_out=settings.held_out, limit=settings.limit)
     runs = {seed: SeedRun(settings, collection, seed) for seed in settings.seeds}
     for one in runs.values():
@@ -75,7 +75,7 @@ def run(helper: UFormExperiment, settings: Masked):
         helper.wait()
     for one in runs.values():
         one.go_on(helper)
-        helper.wait()
+    helper.wait()
     results = helper.xp.resultspath
     first = runs[settings.seeds[0]]
     save_model(first.pretrained.learned_model, results / "pretrained")
