@@ -17,7 +17,9 @@ invariance = sys.modules["invariance"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(invariance)
 Pieces, config, distance = invariance.Pieces, invariance.config, invariance.distance
 run_here, run_ranks = invariance.run_here, invariance.run_ranks
-OBJECTIVES = {"named": invariance.NAMED, "ambient": invariance.AMBIENT}
+SHORT = {"epochs": 1}
+OBJECTIVES = {"named": {**SHORT, **invariance.NAMED}, "ambient": {**SHORT, **invariance.AMBIENT}}
+LIMITED = {**SHORT, **invariance.LIMITED}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,7 @@ def test_limits_are_honoured_and_change_nothing(tmp_path, whole, monkeypatch):
         return step(self, loaded, iter(bags), count)
 
     monkeypatch.setattr(UFormTrainer, "step", noted)
-    run_here(config(**invariance.LIMITED), tmp_path)
+    run_here(config(**LIMITED), tmp_path)
     limits = {"query_tokens": 17, "documents": 9, "document_tokens": 190}
     for name, limit in limits.items():
         found = [sum(getattr(bag, name) for bag in part) for bags in parts for part in bags]
@@ -58,10 +60,8 @@ def test_limits_are_honoured_and_change_nothing(tmp_path, whole, monkeypatch):
 
 
 def test_limits_that_no_batcher_honours_are_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match="the losses bound query_tokens, documents, document_tokens of a microbatch and"
-    ):
-        run_here(config(PowerAdaptativeBatcher.C(), **invariance.LIMITED), tmp_path)
+    with pytest.raises(ValueError, match="the losses bound query_tokens, documents, document_tokens of a microbatch"):
+        run_here(config(PowerAdaptativeBatcher.C(), **LIMITED), tmp_path)
 
 
 @pytest.mark.parametrize(("name", "world", "size"), [("named", 2, 2), ("ambient", 2, 7), ("ambient", 3, 1)])
@@ -73,7 +73,7 @@ def test_ranks_change_nothing(tmp_path, whole, name, world, size):
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_rank_without_an_item_changes_nothing(tmp_path, name):
-    objective = {**OBJECTIVES[name], "batch_size": 2, "epochs": 2}
+    objective = {**OBJECTIVES[name], "batch_size": 2}
     run_here(config(keep=100, **objective), tmp_path / "one")
     run_ranks(3, lambda rank, folder: run_here(config(devices=3, **objective), folder), tmp_path / "three")
     assert distance(tmp_path / "three", tmp_path / "one") < 1e-10
@@ -120,7 +120,7 @@ def _count_collectives(rank: int, folder: Path) -> None:
         steps.append(Counter(calls))
 
     UFormTrainer.__getxpmtype__().value_type.process_batch = process_counted
-    run_here(config(Pieces.C(size=1), devices=2, epochs=1, **OBJECTIVES["ambient"]), folder)
+    run_here(config(Pieces.C(size=1), devices=2, **OBJECTIVES["ambient"]), folder)
     assert steps == [{"broadcast": 4, "reduce": 2}] * invariance.STEPS
 
 
