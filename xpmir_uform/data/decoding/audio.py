@@ -108,7 +108,7 @@ def _read_frames(item: Item, shape: AudioShape) -> tuple[np.ndarray, int]:
 
 def _read_ogg(content: bytes, shape: AudioShape) -> tuple[np.ndarray, int]:
     with soundfile.SoundFile(BytesIO(content)) as file:
-        most = _most_samples(file.samplerate, shape)
+        most = _most_samples(_checked_rate(file.samplerate, 0), shape)
         values = file.read(most + 1, dtype="float32", always_2d=True)
         if len(values) > most:
             raise ValueError(_too_long(shape))
