@@ -41,6 +41,7 @@ from xpmir_uform import (
     BagSource,
     BatchShape,
     ByteHead,
+    ChoicesLoss,
     ContrastiveLoss,
     CosineSchedule,
     ImageShape,
@@ -124,6 +125,22 @@ class Asked(Words):
         )
 
 
+class Offering(Words):
+    """The same with choices: every other word offers some, with targets of its own."""
+
+    __xpmid__ = "test.offering"
+
+    def bag(self, index, seed, epoch):
+        """The bag of one word."""
+        bag = super().bag(index, seed, epoch)
+        if index % 2:
+            return bag
+        weights = [1 + (index + place) % 3 for place in range(2 + index % 3)]
+        targets = tuple(weight / sum(weights) for weight in weights)
+        first = replace(bag.items[0], choices=b"yn?!"[: len(weights)], targets=targets)
+        return replace(bag, items=(first, *bag.items[1:]))
+
+
 class Pieces(Batcher):
     """Microbatches of ``size`` bags."""
 
@@ -181,8 +198,20 @@ LIMITED = {
 }
 """Late interaction that bounds microbatches."""
 
+CHOICES = {
+    "source": Offering.C(),
+    "losses": [ContrastiveLoss.C(), ChoicesLoss.C(weight=0.5)],
+    "heads": {"pooled": PooledHead.C(width=16), "bytes": ByteHead.C()},
+}
+"""Contrast and choices in one forward pass."""
+
 SMALL_MEMORY = UFormBatcher.C(memory=1_500_000)
 """Fits about a third of a batch."""
+
+
+def offered(bags: int = 0) -> UFormBatcher:
+    """Microbatches of at most so many bags (0: of all), whose items offer at most four choices."""
+    return UFormBatcher.C(shape=BatchShape.C(bags=bags, max_choices_per_item=4))
 
 
 class Killed(BaseException):
@@ -405,6 +434,9 @@ def single_process_rows(matrix: Matrix, whole: Path) -> Iterator[Row]:
         runs = [matrix.run(**objective, batcher=Pieces.C(size=size)) for size in (1, 3, 7)]
         runs += [matrix.run(**LIMITED)] if objective is NAMED else []
         yield Row(f"microbatches, {name}", "weights, 64-true", max(distance(run, late) for run in runs), 1e-10)
+    asked = matrix.run(**CHOICES, batcher=offered(), keep=100)
+    runs = [matrix.run(**CHOICES, batcher=offered(bags)) for bags in (1, 3, 7)]
+    yield Row("microbatches, joint with choices", "weights, 64-true", max(distance(run, asked) for run in runs), 1e-10)
     single = matrix.run(precision="32-true", **LONG)
     runs = [matrix.run(precision="32-true", **LONG, batcher=Pieces.C(size=2))]
     yield Row("microbatches, 200 steps", "weights, 32-true", max(relative(run, single) for run in runs), 1e-5)
@@ -465,6 +497,9 @@ def rank_rows(matrix: Matrix, whole: Path) -> Iterator[Row]:
     few = matrix.run(**AMBIENT, batch_size=2, keep=100)
     runs = [matrix.run(3, **AMBIENT, batch_size=2)]
     yield Row("3 ranks, one without a query", "weights, 64-true", max(distance(run, few) for run in runs), 1e-10)
+    asked = matrix.run(**CHOICES, batcher=offered(), keep=100)
+    runs = [matrix.run(2, **CHOICES, batcher=offered(bags)) for bags in (0, 2)]
+    yield Row("2 ranks, joint with choices", "weights, 64-true", max(distance(run, asked) for run in runs), 1e-10)
     yield Row("gone on with 2 ranks", "weights, 64-true", distance(matrix.resumed([11], ranks=2), whole), 1e-10)
 
 

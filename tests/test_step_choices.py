@@ -1,0 +1,59 @@
+"""Choices joined with contrast: microbatches and ranks change no weight beyond rounding."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from xpmir_uform import ChoicesLoss
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "invariance.py"
+spec = importlib.util.spec_from_file_location("invariance", SCRIPT)
+invariance = sys.modules["invariance"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(invariance)
+config, distance, offered = invariance.config, invariance.distance, invariance.offered
+run_here, run_ranks, CHOICES = invariance.run_here, invariance.run_ranks, invariance.CHOICES
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    run_here(config(offered(), **CHOICES, keep=100), folder)
+    return folder
+
+
+@pytest.mark.parametrize("bags", [1, 3])
+def test_microbatches_change_nothing(tmp_path, whole, bags):
+    run_here(config(offered(bags), **CHOICES), tmp_path)
+    assert distance(tmp_path, whole) < 1e-10
+
+
+@pytest.mark.parametrize(("world", "bags"), [(2, 2), (3, 0)])
+def test_ranks_change_nothing(tmp_path, whole, world, bags):
+    run_ranks(world, lambda rank, folder: run_here(config(offered(bags), devices=world, **CHOICES), folder), tmp_path)
+    assert distance(tmp_path, whole) < 1e-10
+
+
+def test_a_rank_without_a_bag_changes_nothing(tmp_path):
+    run_here(config(offered(), batch_size=2, keep=100, **CHOICES), tmp_path / "one")
+    made = config(offered(), batch_size=2, devices=3, **CHOICES)
+    run_ranks(3, lambda rank, folder: run_here(made, folder), tmp_path / "three")
+    assert distance(tmp_path / "three", tmp_path / "one") < 1e-10
+
+
+def test_accuracy_and_the_number_asked_are_of_the_global_batch(tmp_path, whole):
+    run_here(config(offered(2), **CHOICES), tmp_path)
+    found, expected = invariance.losses(tmp_path), invariance.losses(whole)
+    assert {"choices", "choices/accuracy", "choices/asked"} <= expected.keys()
+    for name in ("choices", "choices/accuracy", "choices/asked"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-9)
+
+
+def test_control_a_mean_over_each_microbatch_is_seen(tmp_path, whole, monkeypatch):
+    compute = ChoicesLoss.compute
+    monkeypatch.setattr(
+        ChoicesLoss, "compute", lambda self, a, questions, counts: compute(self, a, questions, self.counts(questions))
+    )
+    run_here(config(offered(3), **CHOICES), tmp_path)
+    assert distance(tmp_path, whole) > 1e-4
