@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import threading
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ import pytest
 import torch
 from experimaestro import TaskCancelled
 from safetensors import safe_open
-from safetensors.torch import load_file
 
 from xpmir_uform.learner import checkpoint, files, lineage, manifest, shelf
 from xpmir_uform.learner.context import UFormContext
@@ -112,18 +110,6 @@ def test_tied_strided_empty_and_scalar_tensors_come_back(tmp_path):
     assert again.empty.shape == (0, 3)
 
 
-def test_the_stock_way_of_saving_fails_on_such_tensors(tmp_path):
-    """When this fails, xpm-torch is repaired."""
-    from xpm_torch import Module
-
-    with pytest.raises(RuntimeError, match="share memory"):
-        Module.save_model(Model(), tmp_path)
-    strided = torch.nn.Module()
-    strided.weight = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3).t())
-    with pytest.raises(ValueError, match="non contiguous"):
-        Module.save_model(strided, tmp_path)
-
-
 def test_weights_bear_step_and_identifier(tmp_path):
     saved(tmp_path, [2])
     with safe_open(tmp_path / "last" / "model.safetensors", "pt") as file:
@@ -196,7 +182,7 @@ def test_keeping_none_is_refused(tmp_path, keep):
 
 
 def test_the_best_is_a_second_name_of_the_same_files_and_outlives_them(tmp_path):
-    context = saved(tmp_path / "run", [1])
+    context = train(made(tmp_path / "run"), 1)
     context.copy(tmp_path / "best")
     for name in (*manifest.FILES, manifest.NAME):
         assert os.path.samefile(tmp_path / "best" / name, tmp_path / "run" / "last" / name)
@@ -217,12 +203,6 @@ def test_where_links_are_refused_the_best_is_copied(tmp_path, monkeypatch):
     context.copy(tmp_path / "best")
     assert manifest.verify(tmp_path / "best")["step"] == 1
     assert not os.path.samefile(tmp_path / "best" / "state.json", tmp_path / "run" / "last" / "state.json")
-
-
-def test_the_best_is_saved_first_if_need_be(tmp_path):
-    context = train(made(tmp_path / "run"), 2)
-    context.copy(tmp_path / "best")
-    assert manifest.verify(tmp_path / "best")["step"] == manifest.verify(tmp_path / "run" / "last")["step"] == 2
 
 
 # Damage
@@ -261,14 +241,6 @@ def pickled(path):
     torch.save({"weight": torch.zeros(2)}, path)
 
 
-def deep_json(path):
-    path.write_bytes(b"[" * 100_000)
-
-
-def huge_header(path):
-    path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:])
-
-
 DAMAGES = {
     "missing": Path.unlink,
     "empty": cut(lambda n: 0),
@@ -285,8 +257,8 @@ DAMAGES = {
     "a folder": become_folder,
     "a broken link": break_link,
     "a pickle": pickled,
-    "deep JSON": deep_json,
-    "huge header": huge_header,
+    "deep JSON": lambda path: path.write_bytes(b"[" * 100_000),
+    "huge header": lambda path: path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:]),
     "no text": lambda path: path.write_bytes(b"\x80\x81" * 50),
     "null": lambda path: path.write_text("null"),
     "list": lambda path: path.write_text("[]"),
@@ -320,14 +292,6 @@ def test_a_whole_older_checkpoint_under_a_newer_name_is_seen(tmp_path):
     context = loaded(tmp_path)
     assert content(context) == expected(1, tmp_path)
     assert "holds the checkpoint of step 1" in context.alerts[0][1]
-
-
-def test_a_lost_manifest_line_order_or_space_is_seen(tmp_path):
-    saved(tmp_path, [1])
-    path = tmp_path / "last" / manifest.NAME
-    path.write_text(json.dumps(json.loads(path.read_text()), sort_keys=True))
-    with pytest.raises(Damaged, match="was changed"):
-        manifest.read(tmp_path / "last")
 
 
 def test_every_bit_of_a_manifest_counts(tmp_path):
@@ -440,13 +404,17 @@ def test_a_passing_error_is_raised_and_touches_nothing(tmp_path, monkeypatch, er
     assert content(loaded(tmp_path, keep=3)) == expected(3, tmp_path)
 
 
+def reseal(folder, file, change):
+    """Changes a file as its writer could have: the manifest is of the changed one."""
+    values = manifest.read(folder)
+    change(folder / file)
+    manifest.write(folder, {key: value for key, value in values.items() if key not in ("files", "format")})
+
+
 def test_a_half_that_cannot_be_read_leaves_nothing_applied(tmp_path):
     """The manifest is of the cut file, so that only parsing can tell."""
     saved(tmp_path, [1])
-    folder = (tmp_path / "last").resolve()
-    values = manifest.read(folder)
-    cut(lambda n: n // 2)(folder / "optimizer.safetensors")
-    manifest.write(folder, {key: value for key, value in values.items() if key not in ("files", "format")})
+    reseal(tmp_path / "last", "optimizer.safetensors", cut(lambda n: n // 2))
     context = made(tmp_path)
     with pytest.raises(Damaged, match="cannot be read"):
         context.load_bestcheckpoint(10_000)
@@ -455,13 +423,8 @@ def test_a_half_that_cannot_be_read_leaves_nothing_applied(tmp_path):
 
 def test_what_is_missing_from_the_state_is_named(tmp_path):
     saved(tmp_path, [1])
-    folder = (tmp_path / "last").resolve()
-    values = manifest.read(folder)
-    state = json.loads((folder / "state.json").read_text())
-    del state["scheduler_steps"]
-    (folder / "state.json").write_text(json.dumps(state))
-    manifest.write(folder, {key: value for key, value in values.items() if key not in ("files", "format")})
-    with pytest.raises(Damaged, match=r"state\.json lacks scheduler_steps"):
+    reseal(tmp_path / "last", "state.json", lambda path: path.write_text('{"epoch": 0}'))
+    with pytest.raises(Damaged, match=r"state\.json lacks steps, metrics"):
         made(tmp_path).load_bestcheckpoint(10_000)
 
 
@@ -519,38 +482,6 @@ def test_other_versions_are_told_and_recorded(tmp_path, monkeypatch):
     context = loaded(tmp_path)
     assert [name for name, _ in context.alerts] == ["other versions"]
     assert context.audits[0]["fields"]["version of torch"] == [torch.__version__, "9.9"]
-
-
-# Another task's
-
-
-def test_a_run_begins_with_another_tasks_checkpoint(tmp_path):
-    saved(tmp_path / "first", [3])
-    other = Subject("test.learner/1", {**SUBJECT.config, "batch_size": 7}, SUBJECT.data)
-    context = loaded(tmp_path / "second", subject=other, resume_from=tmp_path / "first" / "last")
-    assert content(context) == expected(3, tmp_path)
-    context.save_checkpoint()
-    found = manifest.read(tmp_path / "second" / "last")
-    assert found["previous"]["identifier"] == "test.learner/0"
-    assert found["audits"][0]["fields"] == {"batch_size": [5, 7]}
-    assert "resume_from" in found["audits"][0]["reason"]
-    train(context, 4).save_checkpoint()
-    assert loaded(tmp_path / "second", subject=other, resume_from=tmp_path / "first" / "last").steps == 4
-
-
-def test_another_tasks_damaged_checkpoint_stops_and_stays(tmp_path):
-    saved(tmp_path / "first", [3])
-    cut(lambda n: 8)(tmp_path / "first" / "last" / "model.safetensors")
-    before = everything(tmp_path)
-    with pytest.raises(Damaged, match=r"model\.safetensors was changed"):
-        made(tmp_path / "second", resume_from=tmp_path / "first" / "last").load_bestcheckpoint(10_000)
-    assert everything(tmp_path) == before
-
-
-def test_a_checkpoint_beyond_the_end_is_refused(tmp_path):
-    saved(tmp_path / "first", [30])
-    with pytest.raises(ValueError, match="is of step 30, expected at most 20"):
-        made(tmp_path / "second", resume_from=tmp_path / "first").load_bestcheckpoint(20)
 
 
 # Faults while saving
@@ -664,17 +595,3 @@ def test_an_interrupted_first_save_begins_anew(tmp_path, monkeypatch):
             made(tmp_path).save_checkpoint()
     assert not made(tmp_path).load_bestcheckpoint(10_000)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_no_thread_is_left(tmp_path):
-    before = threading.active_count()
-    saved(tmp_path, [1])
-    assert threading.active_count() == before
-
-
-def test_no_pickle_and_no_code_in_a_checkpoint(tmp_path):
-    saved(tmp_path, [1])
-    folder = tmp_path / "last"
-    assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
-    assert set(load_file(folder / "model.safetensors")) == {"weight", "tied", "strided", "empty", "scalar"}
-    json.loads((folder / "state.json").read_text())

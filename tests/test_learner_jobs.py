@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -72,23 +73,27 @@ def fork(work, log):
         os._exit(status)
 
 
+def learner(seed=3, max_epochs=3, **params):
+    return UFormLearner.C(
+        random=Random.C(seed=seed),
+        model=UFormEncoder.C(depth=1, hidden=128, pooled=PooledHead.C(width=16), seed=3),
+        trainer=UFormTrainer.C(sampler=BagSampler.C(source=Pairs.C()), batch_size=4, losses=[ContrastiveLoss.C()]),
+        max_epochs=max_epochs,
+        steps_per_epoch=4,
+        optimizers=adamw(CosineSchedule.C(learning_rate=1e-2, warmup_steps=2)),
+        listeners=[],
+        hooks=[Before.C()],
+        **params,
+    )
+
+
 @pytest.fixture
 def job(tmp_path):
     """The folder of a job that was submitted and not run yet."""
 
     def submit():
-        learner = UFormLearner.C(
-            random=Random.C(seed=3),
-            model=UFormEncoder.C(depth=1, hidden=128, pooled=PooledHead.C(width=16), seed=3),
-            trainer=UFormTrainer.C(sampler=BagSampler.C(source=Pairs.C()), batch_size=4, losses=[ContrastiveLoss.C()]),
-            max_epochs=3,
-            steps_per_epoch=4,
-            optimizers=adamw(CosineSchedule.C(learning_rate=1e-2, warmup_steps=2)),
-            listeners=[],
-            hooks=[Before.C()],
-        )
         with experiment(tmp_path, "jobs", run_mode=RunMode.GENERATE_ONLY, no_environmental_impact=True):
-            learner.submit()
+            learner().submit()
 
     assert fork(submit, tmp_path / "submit.log") == 0, (tmp_path / "submit.log").read_text()
     (found,) = (tmp_path / "jobs" / "uform.learner").iterdir()
@@ -190,3 +195,28 @@ def test_a_second_job_process_leaves_the_first_one_alone(job):
     assert (job / "second.status").read_text() == "1"
     assert "trains in" in (job / "second.log").read_text()
     assert last(job)[0] == 12
+
+
+def test_what_begins_with_another_job_waits_for_it_and_bears_its_name(tmp_path):
+    def submit():
+        with experiment(tmp_path, "jobs", run_mode=RunMode.GENERATE_ONLY, no_environmental_impact=True):
+            found = {}
+            for seed in (3, 4):
+                first = learner(seed)
+                begin = first.submit().checkpoints["last"]
+                second = learner(3, max_epochs=4, resume_from=begin)
+                second.submit()
+                found[seed] = [str(each.__xpm__.job.path) for each in (first, second)]
+                assert first.__xpm__.job in [each.origin for each in second.__xpm__.job.dependencies]
+            (tmp_path / "found.json").write_text(json.dumps(found))
+
+    assert fork(submit, tmp_path / "submit.log") == 0, (tmp_path / "submit.log").read_text()
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert len({path for paths in found.values() for path in paths}) == 4
+    first, second = (Path(path) for path in found["3"])
+    assert run(first) == 0
+    assert run(second) == 0, (second / "out.log").read_text()
+    (audit,) = manifest.read(second / "checkpoints" / "last")["audits"]
+    assert audit["source"]["identifier"] == f"uform.learner/{first.name}"
+    assert audit["fields"] == {"max_epochs": [3, 4]}
+    assert last(second)[0] == 16

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -279,6 +280,34 @@ def test_another_checkpoint_at_that_place_is_refused(execute, tmp_path, whole):
     with pytest.raises(ValueError, match="names another checkpoint"):
         execute(config(resume_from=Checkpoint.C(path=last(whole), sha256=begin.sha256)), tmp_path)
     assert not (job(tmp_path) / "checkpoints").exists()
+
+
+def test_another_tasks_damaged_checkpoint_stops_and_stays(execute, tmp_path, whole):
+    source = tmp_path / "source"
+    shutil.copytree(job(whole) / "checkpoints" / "step-00000003", source)
+    begin = checkpoint_at(source)
+    (source / "model.safetensors").write_bytes(b"12345678")
+    with pytest.raises(manifest.Damaged, match=r"model\.safetensors was changed"):
+        execute(config(resume_from=begin), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "workspace"]
+    assert len(list(source.iterdir())) == 4
+
+
+def test_a_beginning_that_is_gone_is_not_missed_later(execute, tmp_path, whole):
+    source = tmp_path / "source"
+    shutil.copytree(job(whole) / "checkpoints" / "step-00000003", source)
+    begin = {"resume_from": checkpoint_at(source)}
+    Watch.kills = [5]
+    with pytest.raises(Killed):
+        execute(config(**begin), tmp_path)
+    shutil.rmtree(source)
+    execute(config(**begin), tmp_path)
+    assert content(last(tmp_path)) == content(last(whole))
+
+
+def test_a_checkpoint_beyond_the_end_is_refused(execute, tmp_path, whole):
+    with pytest.raises(ValueError, match="is of step 6, expected at most 4"):
+        execute(config(epochs=2, resume_from=checkpoint_at(job(whole))), tmp_path)
 
 
 def test_the_newest_of_a_job_is_taken(execute, tmp_path, whole):

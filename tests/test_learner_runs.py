@@ -12,7 +12,7 @@ import torch
 from experimaestro import Constant, ResumableTask, TaskCancelled, taskglobals
 from experimaestro.xpmutils import DirectoryContext
 from safetensors.torch import load_file, save_file
-from xpm_torch import Random
+from xpm_torch import Module, Random
 from xpm_torch.learner import Learner, LearnerListener, LearnerListenerStatus
 from xpm_torch.schedulers import LinearWithWarmup
 from xpm_torch.trainers import Trainer
@@ -514,3 +514,15 @@ def test_any_folder_named_kernels_passes_for_flash_attention(tmp_path, monkeypat
     monkeypatch.syspath_prepend(tmp_path)
     assert is_fa2_available()
     monkeypatch.delitem(sys.modules, "kernels", raising=False)
+
+
+def test_the_stock_way_of_saving_fails_on_tied_and_strided_tensors(tmp_path):
+    """Ours writes them in full (test_learner_checkpoints.py)."""
+    tied = torch.nn.Linear(2, 2)
+    tied.again = tied.weight
+    with pytest.raises(RuntimeError, match="share memory"):
+        Module.save_model(tied, tmp_path)
+    strided = torch.nn.Module()
+    strided.weight = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3).t())
+    with pytest.raises(ValueError, match="non contiguous"):
+        Module.save_model(strided, tmp_path)

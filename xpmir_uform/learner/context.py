@@ -1,7 +1,7 @@
 """Training state and context of a run: xpm-torch's, with checkpoints that nothing is lost of."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,17 @@ class UFormContext(TrainerContext):
         keep: how many of the newest checkpoints are kept.
         subject: what is trained.
         force_resume: why a checkpoint of another configuration or other data is gone on from; empty: it is refused.
-        resume_from: a checkpoint of another task to begin with.
+        begin: answers the folder of another task's checkpoint to begin with; not asked once this task has one.
     """
 
     def __init__(
-        self, *args, keep: int, subject: fit.Subject, force_resume: str = "", resume_from: Path | None = None, **kwargs
+        self,
+        *args,
+        keep: int,
+        subject: fit.Subject,
+        force_resume: str = "",
+        begin: Callable[[], Path | None] = lambda: None,
+        **kwargs,
     ):
         super().__init__(*args, **kwargs)
         if keep < 1:
@@ -35,7 +41,7 @@ class UFormContext(TrainerContext):
         self.keep = keep
         self.subject = subject
         self.force_resume = force_resume
-        self.resume_from = resume_from
+        self.begin = begin
         self.epoch_metrics = Metrics()
         self.counters: dict[str, Any] = {}
         """Numbers of the whole run by name, JSON values, saved with each checkpoint."""
@@ -176,9 +182,7 @@ class UFormContext(TrainerContext):
         """The checkpoint to go on from; those found damaged are set aside."""
         shelf.sweep(self.path)
         found = shelf.newest(self.path, self.alert)
-        if found is not None:
-            return found[0]
-        return None if self.resume_from is None else shelf.resolve(self.resume_from)
+        return self.begin() if found is None else found[0]
 
     def _compare(self, path: Path, found: Mapping[str, Any], own: bool) -> tuple[dict[str, list[Any]], str | None]:
         """What differs between a checkpoint and this task, and why that is accepted."""

@@ -174,7 +174,7 @@ class UFormLearner(Learner, ResumableTask):
             keep=self.keep,
             subject=Subject("/".join(self.checkpointspath.parent.parts[-2:]), config_of(self), ""),
             force_resume=self.force_resume,
-            resume_from=self.resume_from.checked() if self.resume_from else None,
+            **({"begin": self.resume_from.checked} if self.resume_from else {}),
         )
         for hook in self.hooks:
             self.context.add_hook(hook)

@@ -42,8 +42,8 @@ class Interruptions:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        if self.reason and isinstance(error, Exception) and not isinstance(error, (GracefulTimeout, TaskCancelled)):
-            # The other processes of a job are asked to stop too, and what they then leave undone fails here.
+        if self.reason and isinstance(error, RuntimeError):
+            # The loader's workers and the other ranks are asked to stop too, and what they leave undone fails here.
             raise GracefulTimeout(
                 f"{self.reason}, and the step under way was lost ({type(error).__name__}: {error}): run the task again "
                 "to go on from the last checkpoint"
