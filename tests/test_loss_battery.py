@@ -29,8 +29,9 @@ from xpmir_uform.losses.registry import LOSSES
 
 ROOT = Path(__file__).parents[1]
 
+# The joint losses over embeddings; that over scores is walked alike in test_loss_late_interaction.py.
 JOINT = {
-    **{name: loss.C for name, loss in LOSSES.items() if issubclass(loss, JointLoss)},
+    **{name: loss.C for name, loss in LOSSES.items() if issubclass(loss, JointLoss) and "pooled" in loss.HEADS},
     "contrastive, balanced": lambda: ContrastiveLoss.C(form=BalancedForm.C()),
     "contrastive, ranked": lambda: ContrastiveLoss.C(form=RankedForm.C()),
     "contrastive, across": lambda: ContrastiveLoss.C(negatives=Negatives.ACROSS),
