@@ -22,6 +22,10 @@ class Salvage:
     segments: dict[int, Segment]
     unreadable: list[str]
 
+    def segment(self, item: Item) -> Segment:
+        """The decoded item, one of ``bags``."""
+        return self.segments[id(item)]
+
 
 def salvage(bags: Sequence[Bag], decode: Callable[[Item], Segment]) -> Salvage:
     """Decodes every item of ``bags`` and leaves out what cannot be read.

@@ -15,6 +15,8 @@ from xpmir_uform.data import draws
 from xpmir_uform.data.fields import default
 from xpmir_uform.data.items import Bag
 
+ON_BAD_ITEM = ("fail", "skip")
+
 
 def places(seed: int, step: int, batch_size: int, count: int) -> Iterator[tuple[int, int]]:
     """The (epoch, index) of each of the ``batch_size`` bags of ``step``, out of ``count``."""
@@ -47,6 +49,14 @@ class BagSampler(Sampler):
 
     deduplicate: Param[bool] = default(True)
     """Whether items with equal content are never each other's ambient negatives"""
+
+    on_bad_item: Param[str] = default("fail")
+    """What an item that cannot be read does: ``fail`` stops the run and names it; ``skip`` leaves it out, counted, with
+    what :func:`~xpmir_uform.data.salvage.without` says, and changes no other item's place"""
+
+    def __validate__(self):
+        if self.on_bad_item not in ON_BAD_ITEM:
+            raise ValueError(f"on_bad_item is {self.on_bad_item!r}, expected one of {', '.join(ON_BAD_ITEM)}")
 
     def initialize(self, random: np.random.RandomState | None):
         """Takes the seed of all draws of this run from ``random``."""

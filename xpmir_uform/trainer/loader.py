@@ -2,8 +2,9 @@
 
 import ctypes
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -17,6 +18,7 @@ from xpmir_uform.data.decoding import Shapes, decode
 from xpmir_uform.data.draws import WORD
 from xpmir_uform.data.items import Bag, Item, count_items
 from xpmir_uform.data.questions import Questions
+from xpmir_uform.data.salvage import salvage
 from xpmir_uform.data.sampling import BagSampler
 from xpmir_uform.data.segments import Segment
 from xpmir_uform.losses.base import BatchLoss
@@ -36,6 +38,7 @@ class LoadedStep:
         shares: the items of each rank.
         bags: the bags of this rank.
         segments: the decoded items of this rank, in the batch's order, with what the losses ask of each.
+        unreadable: why each item that could not be read was left out of the global batch.
     """
 
     number: int
@@ -43,6 +46,7 @@ class LoadedStep:
     shares: Sequence[range]
     bags: Sequence[BagSize]
     segments: Sequence[Segment]
+    unreadable: Sequence[str] = ()
 
     def collect(self, numbers: Sequence[int]) -> list[Segment]:
         """The segments of some of this rank's items, by their numbers in the batch."""
@@ -87,24 +91,44 @@ class StepDataset(Dataset):
         self.ranks = ranks
 
     def __getitem__(self, number: int) -> LoadedStep:
-        by_rank = share_out(self.sampler.bags(number, self.batch_size), self.ranks, self.shapes)
+        bags, decoded, unreadable = self.readable(number)
+        by_rank = share_out(bags, self.ranks, self.shapes)
         batch = Batch.of([bag for bags in by_rank for bag in bags], deduplicate=self.sampler.deduplicate)
         ends = [0, *accumulate(count_items(bags) for bags in by_rank)]
         shares = [range(start, stop) for start, stop in pairwise(ends)]
         mine = by_rank[self.rank]
-        segments = [self.segment(item, number) for bag in mine for item in bag.items]
-        bags = sizes(mine, segments, shares[self.rank].start, self.losses)
-        return LoadedStep(number, batch, shares, bags, segments)
+        segments = [self.ask(decoded(item), item, number) for bag in mine for item in bag.items]
+        sized = sizes(mine, segments, shares[self.rank].start, self.losses)
+        return LoadedStep(number, batch, shares, sized, segments, unreadable)
 
-    def segment(self, item: Item, number: int) -> Segment:
-        """The decoded item as step ``number`` sees it, with what the losses ask of it."""
-        seed = self.sampler.seed
+    def readable(self, number: int) -> tuple[Sequence[Bag], Callable[[Item], Segment], Sequence[str]]:
+        """The bags of step ``number``, what decodes their items, and why items were left out.
+
+        To skip unreadable items, each rank decodes those of the whole global batch: the batch is then the same on every
+        rank, its joint losses are exact, and no rank waits for another's answer.
+
+        Raises:
+            ValueError: nothing of the step is left.
+        """
+        bags = self.sampler.bags(number, self.batch_size)
+        decoded = partial(self.decode, number=number)
+        if self.sampler.on_bad_item == "fail":
+            return bags, decoded, ()
+        kept = salvage(bags, decoded)
+        if not kept.bags:
+            raise ValueError(f"no bag of step {number} is left without its unreadable items: {kept.unreadable[0]}")
+        return kept.bags, kept.segment, kept.unreadable
+
+    def decode(self, item: Item, number: int) -> Segment:
+        """The decoded item as step ``number`` sees it."""
         if self.augmentation is None:
-            segment = decode(item, self.shapes)
-        else:
-            segment = self.augmentation.decode(item, self.shapes, seed, number)
+            return decode(item, self.shapes)
+        return self.augmentation.decode(item, self.shapes, self.sampler.seed, number)
+
+    def ask(self, segment: Segment, item: Item, number: int) -> Segment:
+        """The segment with what the losses ask of it at step ``number``."""
         for loss in self.losses:
-            segment = loss.ask(segment, item, seed, number)
+            segment = loss.ask(segment, item, self.sampler.seed, number)
         return segment
 
 

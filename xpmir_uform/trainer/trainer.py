@@ -1,5 +1,6 @@
 """The trainer: what one step of training does, for any learner of xpm-torch."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ from xpmir_uform.trainer.ranks import Ranks
 from xpmir_uform.trainer.step import Engine, Microbatch, Share, exact_step
 from xpmir_uform.trainer.temperature import TemperatureClamp
 from xpmir_uform.trainer.watch import Watch
+
+logger = logging.getLogger(__name__)
 
 
 def check_heads(losses: Sequence[BatchLoss], model: Any) -> None:
@@ -183,6 +186,9 @@ class UFormTrainer(LossTrainer):
         most = getattr(getattr(self.batcher, "shape", None), "max_choices_per_item", 0)
         if most:
             check_choice_counts(batch.batch, most)
+        if self.ranks.rank == 0:
+            for message in batch.unreadable:
+                logger.warning("step %d goes on without an item: %s", batch.number, message)
         self.batcher_worker.process_withreplay(batch.bags, partial(self.step, batch))
 
     def step(self, loaded: LoadedStep, parts: Iterator[Sequence[BagSize]], count: int) -> None:
@@ -207,6 +213,8 @@ class UFormTrainer(LossTrainer):
             bytes=len(loaded.batch.contents.data),
             tokens=sum(sum(bag.lengths) for bag in loaded.bags),
         )
+        if self.sampler.on_bad_item == "skip":
+            self.context.add_metric(ScalarMetric("unreadable_items", len(loaded.unreadable), 1))
         for name, value in values.items():
             self.context.add_metric(ScalarMetric(name, value.value.item(), len(loaded.batch)))
             for key, number in value.stats.items():
