@@ -1,13 +1,14 @@
 """Augmentation: keyed, mild, and nothing when it is off."""
 
 import io
+import wave
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from xpmir_uform import Augmentation, ImageShape, Item, Modality
-from xpmir_uform.data.augmentation import shifted, thinned
+from xpmir_uform import AudioShape, Augmentation, ImageShape, Item, Modality
+from xpmir_uform.data.augmentation import delayed, shifted, thinned
 from xpmir_uform.data.checks import validate
 from xpmir_uform.data.decoding import decode
 from xpmir_uform.data.draws import Purpose, generator
@@ -59,6 +60,33 @@ def test_noise_has_the_stated_deviation(picture):
     assert abs(errors.mean() * 127.5) < 0.2
 
 
+def test_a_sound_is_delayed_by_up_to_the_stated_time():
+    sound = np.arange(1, 6, dtype=np.float32)
+    drawn = [delayed(sound, 3, generator(0, Purpose.AUGMENTATION, key=key)) for key in range(100)]
+    assert {len(one) - len(sound) for one in drawn} == {0, 1, 2, 3}
+    for one in drawn:
+        assert one.dtype == np.float32
+        np.testing.assert_array_equal(one, np.concatenate([np.zeros(len(one) - len(sound)), sound]))
+
+
+def test_delays_are_keyed_and_in_seconds():
+    shapes = {Modality.AUDIO: AudioShape.C(chunk_samples=10, sample_rate=1000, max_seconds=1.0).instance()}
+    file = io.BytesIO()
+    with wave.open(file, "wb") as output:
+        output.setparams((1, 2, 1000, 0, "NONE", ""))
+        output.writeframes(np.full(100, 2**14, "<i2").tobytes())
+    item = Item(Modality.AUDIO, file.getvalue(), 7)
+    augmentation = Augmentation.C(delay=0.05).instance()
+
+    def silence(step):
+        return int(np.argmax(augmentation.decode(item, shapes, 1, step).values.ravel() != 0))
+
+    silences = [silence(step) for step in range(99)]
+    assert silences == [silence(step) for step in range(99)]
+    assert 45 <= max(silences) <= 50
+    assert min(silences) <= 5
+
+
 def test_bytes_are_dropped_with_the_stated_probability():
     text = decode(Item.text("x" * 400), {})
     kept = [thinned(text, 0.2, generator(0, Purpose.AUGMENTATION, key=key)).tokens for key in range(100)]
@@ -73,7 +101,9 @@ def test_a_text_keeps_at_least_one_token(text):
         assert segment.grid == (1, 1, segment.tokens)
 
 
-@pytest.mark.parametrize("params", [{"shift": -1}, {"noise": -1.0}, {"hiss": -1.0}, {"drop": 1.0}, {"drop": -0.1}])
+@pytest.mark.parametrize(
+    "params", [{"shift": -1}, {"noise": -1.0}, {"hiss": -1.0}, {"delay": -1.0}, {"drop": 1.0}, {"drop": -0.1}]
+)
 def test_impossible_settings_are_refused(params):
-    with pytest.raises(ValueError, match="expected shift, noise and hiss of at least 0 and drop in"):
+    with pytest.raises(ValueError, match="expected shift, noise, hiss and delay of at least 0 and drop in"):
         validate(Augmentation.C(**params))

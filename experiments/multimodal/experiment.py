@@ -76,6 +76,7 @@ class Multimodal(ConfigurationBase):
     speeds: list[int]
     noise: float = 0.0
     hiss: float = 0.0
+    delay: float = 0.0
     drop: float = 0.0
     model: ModelSettings = ModelSettings()
     video: VideoSettings = VideoSettings()
@@ -94,7 +95,7 @@ def run(helper: UFormExperiment, settings: Multimodal):
         MultimodalBags.C(emoji=emoji, size=settings.bag_size),
         [ContrastiveLoss.C(form=form_of(settings.form), negatives=Negatives(settings.negatives))],
         seed=settings.seed,
-        augmentation=Augmentation.C(noise=settings.noise, hiss=settings.hiss, drop=settings.drop),
+        augmentation=Augmentation.C(noise=settings.noise, hiss=settings.hiss, delay=settings.delay, drop=settings.drop),
     )
     trained = helper.train(learner, form=settings.form, seed=settings.seed)
     retrievals = {

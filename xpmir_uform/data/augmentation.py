@@ -33,6 +33,11 @@ def noisy(values: np.ndarray, deviation: float, draw: np.random.Generator) -> np
     return values.astype(np.float32) + np.float32(deviation) * noise
 
 
+def delayed(samples: np.ndarray, most: int, draw: np.random.Generator) -> np.ndarray:
+    """(S + n,) of (S,): n samples of silence before a sound, n at most ``most``, each as likely."""
+    return np.concatenate([np.zeros(int(draw.integers(most, endpoint=True)), samples.dtype), samples])
+
+
 def thinned(text: Segment, drop: float, draw: np.random.Generator) -> Segment:
     """The text without some of its tokens, each left out with probability ``drop``; at least one is kept."""
     kept = draw.random(text.tokens) >= drop
@@ -41,8 +46,8 @@ def thinned(text: Segment, drop: float, draw: np.random.Generator) -> Segment:
 
 
 class Augmentation(Config):
-    """Moves training pictures and videos by a few pixels, adds a little noise to them and to sounds, and leaves out a
-    few bytes of training texts."""
+    """Moves training pictures and videos by a few pixels, delays sounds a little, adds a little noise to all three, and
+    leaves out a few bytes of training texts."""
 
     __xpmid__ = "uform.augmentation"
 
@@ -55,14 +60,17 @@ class Augmentation(Config):
     hiss: Param[float] = default(0.0)
     """Standard deviation of the noise on sounds, whose samples lie in -1..1"""
 
+    delay: Param[float] = default(0.0)
+    """Longest silence before a sound, in seconds; it shifts what stands in each chunk"""
+
     drop: Param[float] = default(0.0)
     """Probability that a byte of a text is left out"""
 
     def __validate__(self):
-        if min(self.shift, self.noise, self.hiss) < 0 or not 0 <= self.drop < 1:
+        if min(self.shift, self.noise, self.hiss, self.delay) < 0 or not 0 <= self.drop < 1:
             raise ValueError(
-                f"shift is {self.shift}, noise {self.noise}, hiss {self.hiss} and drop {self.drop}, "
-                "expected shift, noise and hiss of at least 0 and drop in [0, 1)"
+                f"shift is {self.shift}, noise {self.noise}, hiss {self.hiss}, delay {self.delay}, drop {self.drop}, "
+                "expected shift, noise, hiss and delay of at least 0 and drop in [0, 1)"
             )
 
     def decode(self, item: Item, shapes: Shapes, seed: int, step: int) -> Segment:
@@ -74,7 +82,7 @@ class Augmentation(Config):
         if shape is not None and item.modality is Modality.VIDEO:
             return tubes(self.picture(open_video(item, shape), draw), shape)
         if shape is not None and item.modality is Modality.AUDIO:
-            return chunks(self.sound(open_audio(item, shape), draw), shape)
+            return chunks(self.sound(open_audio(item, shape), shape.sample_rate, draw), shape)
         segment = decode(item, shapes)
         return thinned(segment, self.drop, draw) if item.modality is Modality.TEXT and self.drop else segment
 
@@ -84,6 +92,8 @@ class Augmentation(Config):
             picture = shifted(picture, *draw.integers(-self.shift, self.shift, size=2, endpoint=True).tolist())
         return noisy(picture, self.noise, draw) if self.noise else picture
 
-    def sound(self, samples: np.ndarray, draw: np.random.Generator) -> np.ndarray:
-        """The augmented sound: (S,)."""
+    def sound(self, samples: np.ndarray, rate: int, draw: np.random.Generator) -> np.ndarray:
+        """The augmented sound: (S,), of ``rate`` samples per second."""
+        if self.delay:
+            samples = delayed(samples, round(self.delay * rate), draw)
         return noisy(samples, self.hiss, draw) if self.hiss else samples
