@@ -46,14 +46,14 @@ class View:
 
 
 MOTIONS: dict[str, tuple[View, View]] = {
-    "left": (View(right=0.2), View(right=-0.2)),
-    "right": (View(right=-0.2), View(right=0.2)),
-    "up": (View(down=0.2), View(down=-0.2)),
-    "down": (View(down=-0.2), View(down=0.2)),
-    "nearer": (View(zoom=0.7), View(zoom=1.3)),
-    "farther": (View(zoom=1.3), View(zoom=0.7)),
-    "clockwise": (View(turn=-30.0), View(turn=30.0)),
-    "anticlockwise": (View(turn=30.0), View(turn=-30.0)),
+    "left": (View(right=0.125), View(right=-0.125)),
+    "right": (View(right=-0.125), View(right=0.125)),
+    "up": (View(down=0.125), View(down=-0.125)),
+    "down": (View(down=-0.125), View(down=0.125)),
+    "nearer": (View(zoom=0.8), View(zoom=1.2)),
+    "farther": (View(zoom=1.2), View(zoom=0.8)),
+    "clockwise": (View(turn=-20.0), View(turn=20.0)),
+    "anticlockwise": (View(turn=20.0), View(turn=-20.0)),
 }
 """The first and the last view of each motion, which is even in between."""
 
