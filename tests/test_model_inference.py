@@ -10,7 +10,7 @@ from PIL import Image
 
 from xpmir_uform import ByteHead, ImageShape, Item, Modality, PooledHead, TokenHead, UFormEncoder
 from xpmir_uform.data.decoding import decode
-from xpmir_uform.model import inference, pack
+from xpmir_uform.model import pack, running
 
 TEXTS = ["hello", "", "a somewhat longer name", "é", "hello", "yes or no?"]
 
@@ -178,6 +178,6 @@ def test_a_model_in_float64_answers_in_float64():
 def test_a_bar_shows_when_it_takes_long(model, monkeypatch, capsys):
     model.encode(TEXTS)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(inference, "PATIENCE", 0)
+    monkeypatch.setattr(running, "PATIENCE", 0)
     model.encode(TEXTS)
     assert "Encoding: 100%" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from xpmir_uform.export.index.nearest import usearch, write_graph
 from xpmir_uform.export.index.shards import Shard, shard_path, shard_tensors, write_shard
 from xpmir_uform.learner.files import commit_folder
 from xpmir_uform.model.encoding import check_readable, most_tokens
-from xpmir_uform.model.inference import BATCH_TOKENS, as_items, bar
+from xpmir_uform.model.running import BATCH_TOKENS, as_items, bar
 
 SHARD_TOKENS = 262_144
 """Tokens of the documents of one shard, which bounds the memory that building takes."""
