@@ -9,6 +9,7 @@ from xpm_torch import Random
 from xpm_torch.configuration import FabricConfiguration
 
 from xpmir_uform import (
+    AudioShape,
     Augmentation,
     BagSampler,
     BalancedForm,
@@ -31,6 +32,7 @@ from xpmir_uform import (
     UFormEncoder,
     UFormLearner,
     UFormTrainer,
+    VideoShape,
     adamw,
 )
 
@@ -77,6 +79,11 @@ def learner(*, trainer=None, loss=None, fabric=None, model=None, seed=1, **param
 CONFIGURATIONS = {
     "encoder": encoder,
     "encoder with images": lambda: encoder(image=ImageShape.C(patch_side=8, max_side=32), seed=3),
+    "encoder with videos and sounds": lambda: encoder(
+        video=VideoShape.C(patch_side=8, tube_frames=2, frame_stride=3, max_side=32, max_frames=16),
+        audio=AudioShape.C(chunk_samples=400, sample_rate=16_000, max_seconds=10.0),
+    ),
+    "sampler that skips": lambda: BagSampler.C(source=EmojiBags.C(collection=collection()), on_bad_item="skip"),
     "balanced loss": lambda: ContrastiveLoss.C(form=BalancedForm.C(), matryoshka_dimensions=[16, 64]),
     "sigmoid loss across": lambda: ContrastiveLoss.C(negatives=Negatives.ACROSS, ambient_weight=0.5),
     "ranked loss": lambda: ContrastiveLoss.C(form=RankedForm.C(), weight=2.0),
