@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from xpmir_uform import AudioShape, Augmentation, ImageShape, Item, Modality
+from xpmir_uform import AudioShape, Augmentation, ImageShape, Item, Modality, VideoShape
 from xpmir_uform.data.augmentation import delayed, shifted, thinned
 from xpmir_uform.data.checks import validate
 from xpmir_uform.data.decoding import decode
+from xpmir_uform.data.decoding.audio import GAIN
 from xpmir_uform.data.draws import Purpose, generator
 
 SHAPE = {Modality.IMAGE: ImageShape.C(patch_side=4, max_side=8).instance()}
@@ -85,6 +86,31 @@ def test_delays_are_keyed_and_in_seconds():
     assert silences == [silence(step) for step in range(99)]
     assert 45 <= max(silences) <= 50
     assert min(silences) <= 5
+
+
+def test_a_delayed_sound_is_no_longer_than_its_shape(media):
+    item = Item(Modality.AUDIO, media.sound(np.full((95, 1), 0.5), 1000), 7)
+    shapes = {Modality.AUDIO: AudioShape.C(chunk_samples=10, sample_rate=1000, max_seconds=0.1).instance()}
+    tokens = [Augmentation.C(delay=1.0).instance().decode(item, shapes, 1, step).tokens for step in range(50)]
+    assert set(tokens) == {shapes[Modality.AUDIO].most_tokens}
+
+
+def test_hiss_has_the_stated_deviation(media):
+    item = Item(Modality.AUDIO, media.sound(np.zeros((8000, 1)), 16_000), 7)
+    shapes = {Modality.AUDIO: AudioShape.C(chunk_samples=100, sample_rate=16_000, max_seconds=1.0).instance()}
+    values = Augmentation.C(hiss=0.1).instance().decode(item, shapes, 1, 0).values
+    assert abs((values / GAIN).std() - 0.1) < 0.005
+
+
+def test_all_frames_of_a_video_move_alike(media):
+    frames = np.random.default_rng(0).integers(0, 256, (4, 8, 8, 3), np.uint8)
+    item = Item(Modality.VIDEO, media.video(frames), 7)
+    shape = VideoShape.C(patch_side=8, tube_frames=1, max_side=8, max_frames=4).instance()
+    segment = Augmentation.C(shift=2).instance().decode(item, {Modality.VIDEO: shape}, 1, 3)
+    moved = np.rint((segment.values.reshape(4, 8, 8, 3) + 1) * 127.5)
+    moves = [(down, right) for down in range(-2, 3) for right in range(-2, 3)]
+    assert sum(np.array_equal(moved, shifted(frames, *move)) for move in moves) == 1
+    assert not np.array_equal(moved, frames)
 
 
 def test_bytes_are_dropped_with_the_stated_probability():

@@ -16,6 +16,7 @@ from xpmir_uform.data.decoding.video import open_video, tubes
 from xpmir_uform.data.fields import default
 from xpmir_uform.data.items import Item
 from xpmir_uform.data.segments import Segment
+from xpmir_uform.data.shapes import AudioShape
 from xpmir_uform.data.vocabulary import Modality
 
 
@@ -82,7 +83,7 @@ class Augmentation(Config):
         if shape is not None and item.modality is Modality.VIDEO:
             return tubes(self.picture(open_video(item, shape), draw), shape)
         if shape is not None and item.modality is Modality.AUDIO:
-            return chunks(self.sound(open_audio(item, shape), shape.sample_rate, draw), shape)
+            return chunks(self.sound(open_audio(item, shape), shape, draw), shape)
         segment = decode(item, shapes)
         return thinned(segment, self.drop, draw) if item.modality is Modality.TEXT and self.drop else segment
 
@@ -92,8 +93,9 @@ class Augmentation(Config):
             picture = shifted(picture, *draw.integers(-self.shift, self.shift, size=2, endpoint=True).tolist())
         return noisy(picture, self.noise, draw) if self.noise else picture
 
-    def sound(self, samples: np.ndarray, rate: int, draw: np.random.Generator) -> np.ndarray:
-        """The augmented sound: (S,), of ``rate`` samples per second."""
+    def sound(self, samples: np.ndarray, shape: AudioShape, draw: np.random.Generator) -> np.ndarray:
+        """The augmented sound (S,), no longer than ``shape`` allows."""
         if self.delay:
-            samples = delayed(samples, round(self.delay * rate), draw)
+            most = min(round(self.delay * shape.sample_rate), shape.most_samples - len(samples))
+            samples = delayed(samples, most, draw)
         return noisy(samples, self.hiss, draw) if self.hiss else samples
