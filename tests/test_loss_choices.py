@@ -181,6 +181,16 @@ def test_a_batch_shape_without_the_limit_is_refused():
             validate(config)
 
 
+def test_limit_and_back_end_are_left_out_of_the_identifier():
+    def identifier(limit, **params):
+        config = learner(BatchShape.C(max_choices_per_item=limit))
+        config.trainer.losses = [ChoicesLoss.C(**params)]
+        return config.__xpm__.identifier.all
+
+    assert identifier(4) == identifier(9, backend="reference")
+    assert identifier(4) != identifier(4, weight=2.0)
+
+
 def test_a_model_without_the_head_is_refused(tmp_path, execute):
     model = UFormEncoder.C(depth=1, hidden=128, pooled=PooledHead.C(width=16))
     with pytest.raises(ValueError, match="ChoicesLoss needs the head 'bytes'"):
