@@ -2,7 +2,7 @@
 
     python benchmarks/inputs.py [--quick]
 
-Three tables: files decoded per second by one process; a forward pass over a batch of four modalities against texts of
+Three tables: files decoded per second of one processor; a forward pass over a batch of four modalities against texts of
 as many tokens (at most 1.10 times their time); and the share of a training step of the quickstart's size that waits for
 two loader workers (under 5 %). Fails where a target is missed. On two cores it takes about two minutes.
 """
@@ -111,13 +111,16 @@ def files() -> dict[str, Item]:
 
 
 def rate_of(run: Callable[[], object], seconds: float) -> float:
-    """Runs per second, for at least so long and three times; the first run is left out."""
+    """Runs per second of one processor, over at least so long and three runs; the first run is left out.
+
+    The thread's own time, which other programs on the machine do not lengthen.
+    """
     run()
     times: list[float] = []
     while sum(times) < seconds or len(times) < 3:
-        start = time.perf_counter()
+        start = time.thread_time()
         run()
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
     return 1 / median(times)
 
 
