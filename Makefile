@@ -55,6 +55,7 @@ bench: $(VENV)/dev
 	$(BIN)/python benchmarks/batching.py
 	$(BIN)/python benchmarks/index.py
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/late_interaction.py
 	$(BIN)/python benchmarks/telemetry.py
 	$(BIN)/python benchmarks/inputs.py
 
