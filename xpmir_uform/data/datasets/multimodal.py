@@ -1,12 +1,12 @@
 """Emoji that are seen, read, heard and seen moving: pictures, names, spoken names and moving pictures.
 
 Names and pictures are those of the emoji collection; names are spoken by eSpeak NG and pictures moved by PyAV when they
-are first asked for, as WAV and Matroska files in memory. Speech and motion vary in training; held-out emoji speak with
-the first voice and the first speed, and move each in its own way.
+are first asked for, as WAV and Matroska files that stay in memory (31 and 8 kB each on average). Speech and motion vary
+in training; held-out emoji speak with the first voice and the first speed, and move each in its own way.
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from importlib import metadata
 from typing import TypeVar
@@ -31,6 +31,11 @@ SPEEDS = (175, 210)
 FRAMES = 8
 
 T = TypeVar("T")
+
+
+def read(picture: bytes) -> Image.Image:
+    """A picture file."""
+    return Image.open(io.BytesIO(picture))
 
 
 def one_of(draw: np.random.Generator, options: Sequence[T]) -> T:
@@ -108,16 +113,20 @@ class MultimodalEmoji(Config):
         return emoji.image() if modality == "image" else emoji.name(self.language)
 
     def audio(self, emoji: Emoji, voice: str, speed: int) -> Item:
-        """The spoken name: made once, then kept."""
+        """The spoken name."""
         key = draws.key_of("emoji-speech", voice, speed, emoji.characters)
-        if key not in self.spoken:
-            self.spoken[key] = Item(Modality.AUDIO, speak(emoji.names[self.language], voice, speed), key)
-        return self.spoken[key]
+        return self.kept(Modality.AUDIO, key, lambda: speak(emoji.names[self.language], voice, speed))
 
     def video(self, emoji: Emoji, motion: str) -> Item:
         """The picture, moving."""
-        frames = move(Image.open(io.BytesIO(emoji.picture)), motion, FRAMES)
-        return Item(Modality.VIDEO, encode(frames), draws.key_of("emoji-video", motion, emoji.characters))
+        key = draws.key_of("emoji-video", motion, emoji.characters)
+        return self.kept(Modality.VIDEO, key, lambda: encode(move(read(emoji.picture), motion, FRAMES)))
+
+    def kept(self, modality: Modality, key: int, make: Callable[[], bytes]) -> Item:
+        """An item that is made once."""
+        if key not in self.made:
+            self.made[key] = Item(modality, make(), key)
+        return self.made[key]
 
     @property
     def language(self) -> str:
@@ -125,8 +134,8 @@ class MultimodalEmoji(Config):
         return self.collection.languages[0]
 
     @cached_property
-    def spoken(self) -> dict[int, Item]:
-        """What has been said so far, by key.
+    def made(self) -> dict[int, Item]:
+        """What has been said and moved so far, by key.
 
         Raises:
             ValueError: the installed engine is not the one of this configuration.
