@@ -16,9 +16,7 @@ NAMES = ("checkpoint", "report", "index", "search")
 
 def parser() -> argparse.ArgumentParser:
     """The parser of all subcommands."""
-    top = argparse.ArgumentParser(
-        prog="xpmir-uform", description="Look at and use what was trained with xpmir-uform."
-    )
+    top = argparse.ArgumentParser(prog="xpmir-uform", description="Look at and use what xpmir-uform trained.")
     subparsers = top.add_subparsers(required=True, metavar="COMMAND")
     for name in NAMES:
         module = import_module(f"{__name__}.{name}")
