@@ -1,6 +1,15 @@
 """What experiment files share: settings, and a helper that trains, waits and reports failures."""
 
 from xpmir_uform.experiments.helper import UFormExperiment, uform_experiment
+from xpmir_uform.experiments.pairs import InteractionSettings, PairSettings
 from xpmir_uform.experiments.settings import ModelSettings, TrainingSettings, form_of
 
-__all__ = ["ModelSettings", "TrainingSettings", "UFormExperiment", "form_of", "uform_experiment"]
+__all__ = [
+    "InteractionSettings",
+    "ModelSettings",
+    "PairSettings",
+    "TrainingSettings",
+    "UFormExperiment",
+    "form_of",
+    "uform_experiment",
+]

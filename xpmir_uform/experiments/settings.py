@@ -5,6 +5,8 @@ from experimaestro.experiments import configuration
 from xpm_torch import Random
 from xpm_torch.configuration import FabricConfiguration
 
+from xpmir_uform.batching.batcher import UFormBatcher
+from xpmir_uform.batching.shape import BatchShape
 from xpmir_uform.data.sampling import BagSampler, BagSource
 from xpmir_uform.data.shapes import ImageShape
 from xpmir_uform.learner.learner import UFormLearner
@@ -117,8 +119,9 @@ class TrainingSettings:
         seed: int,
         augmentation=None,
         listeners=(),
+        shape: BatchShape | None = None,
     ) -> UFormLearner:
-        """The task that trains ``model`` on ``source``."""
+        """The task that trains ``model`` on ``source``; ``shape`` bounds its microbatches."""
         schedule = CosineSchedule.C(
             learning_rate=self.learning_rate, min_learning_rate=self.min_learning_rate, warmup_steps=self.warmup_steps
         )
@@ -131,6 +134,7 @@ class TrainingSettings:
                 losses=losses,
                 augmentation=augmentation,
                 num_workers=self.workers,
+                batcher=UFormBatcher.C(shape=shape),
             ),
             max_epochs=self.epochs,
             steps_per_epoch=self.steps_per_epoch,
