@@ -1,0 +1,1 @@
+"""Long fault injection: what the learner promises is tried, fault by fault."""
