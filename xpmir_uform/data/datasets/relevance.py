@@ -1,0 +1,120 @@
+"""Whether a document is relevant to a query, as a choice between yes and no that a text of both offers.
+
+Letters: P pairs, M wrong documents of each.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from experimaestro import Config, Meta, Param
+from safetensors.numpy import load_file
+
+from xpmir_uform.data import draws
+from xpmir_uform.data.choices import ChoiceSet, right
+from xpmir_uform.data.datasets.pairs import Pair, PairCollection
+from xpmir_uform.data.items import Bag, Item
+from xpmir_uform.data.sampling import BagSource
+
+CHOICES = b"yn"
+
+
+def wrong_documents(pairs: Sequence[Pair], count: int) -> np.ndarray:
+    """(P, M) int64: for each pair the numbers of ``count`` pairs with other documents, keyed by its name.
+
+    Raises:
+        ValueError: all pairs have the same document.
+    """
+    if len({pair.document for pair in pairs}) < 2:
+        raise ValueError(f"the {len(pairs)} pairs have one document among them, expected at least two")
+    return np.array([_others(pairs, pair, count) for pair in pairs], dtype=np.int64).reshape(len(pairs), count)
+
+
+def _others(pairs: Sequence[Pair], pair: Pair, count: int) -> list[int]:
+    draw = draws.generator(0, draws.Purpose.SPLIT, 3, draws.key_of("wrong-document", pair.name))
+    found: list[int] = []
+    while len(found) < count:
+        number = int(draw.integers(len(pairs)))
+        if pairs[number].document != pair.document:
+            found.append(number)
+    return found
+
+
+def question(query: Pair, document: Pair, targets: tuple[float, ...]) -> Item:
+    """A text of the query of a pair and the document of another or the same, one line each."""
+    key = draws.key_of("relevance", query.name, document.name)
+    return Item.text(f"{query.query}\n{document.document}", key, choices=CHOICES, targets=targets)
+
+
+def questions(pairs: Sequence[Pair]) -> list[Item]:
+    """The query of each pair with its document, and with a wrong one: as many yes as no."""
+    wrong = wrong_documents(pairs, 1)[:, 0]
+    return [
+        question(pair, document, right(CHOICES, answer))
+        for pair, other in zip(pairs, wrong, strict=True)
+        for document, answer in ((pair, b"y"), (pairs[other], b"n"))
+    ]
+
+
+class Judgements(Config):
+    """What a teacher thinks of the training pairs: a file that a task writes, which is part of the identifier.
+
+    The file holds ``others`` (P, M) int64, the numbers of wrong documents, and ``probabilities`` (P, 1 + M) float32,
+    that the right document and each wrong one is relevant.
+    """
+
+    __xpmid__ = "uform.judgements"
+
+    collection: Param[PairCollection]
+    """Where the pairs come from"""
+
+    path: Meta[Path]
+    """The file, of safetensors"""
+
+
+class RelevanceBags(BagSource):
+    """A bag is a training query with its document, and again with a wrong one; the targets are a teacher's answers."""
+
+    __xpmid__ = "uform.relevance-bags"
+
+    judgements: Param[Judgements]
+    """The teacher's answers"""
+
+    @cached_property
+    def pairs(self) -> list[Pair]:
+        """The training pairs."""
+        return self.judgements.collection.train()
+
+    @cached_property
+    def table(self) -> dict[str, np.ndarray]:
+        """What the teacher wrote."""
+        return load_file(self.judgements.path)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def bag(self, index: int, seed: int, epoch: int) -> Bag:
+        """The bag of one pair; which of its wrong documents is taken is keyed by (seed, epoch, pair)."""
+        pair, others = self.pairs[index], self.table["others"][index]
+        draw = draws.generator(seed, draws.Purpose.BAG, epoch, draws.key_of("relevance", pair.name))
+        place = int(draw.integers(len(others)))
+        documents = {0: pair, 1 + place: self.pairs[others[place]]}
+        return Bag(tuple(self._asked(pair, document, index, column) for column, document in documents.items()))
+
+    def _asked(self, query: Pair, document: Pair, row: int, column: int) -> Item:
+        yes = float(self.table["probabilities"][row, column])
+        return question(query, document, (yes, 1 - yes))
+
+
+class RelevanceChoices(ChoiceSet):
+    """The held-out pairs' :func:`questions`."""
+
+    __xpmid__ = "uform.relevance-choices"
+
+    collection: Param[PairCollection]
+    """Where the pairs come from"""
+
+    def load(self) -> list[Item]:
+        """Pair after pair, the right document first."""
+        return questions(self.collection.test())

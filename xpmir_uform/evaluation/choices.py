@@ -1,0 +1,113 @@
+"""How right a model's choices are, and how well it knows.
+
+The model is known by its method ``choose(items) -> probabilities`` alone.
+
+Letters: N items, K choices of each, B bins.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from experimaestro import Meta, Param, Task, pathgenerator
+from xpm_torch import Module
+
+from xpmir_uform.data.choices import ChoiceSet
+from xpmir_uform.data.fields import default
+from xpmir_uform.data.items import Item
+
+BINS = 10
+
+
+def accuracy(probabilities: np.ndarray, truth: np.ndarray) -> float:
+    """The share of items whose likeliest choice, the first of equals, is the right one; both (N, K)."""
+    return float((probabilities.argmax(1) == truth.argmax(1)).mean())
+
+
+def brier(probabilities: np.ndarray, truth: np.ndarray) -> float:
+    """The mean over items of the summed squared differences, 0 to 2 (Brier, 1950, equation 2); both (N, K)."""
+    return float(np.square(probabilities - truth).sum(1).mean())
+
+
+def reliability(probabilities: np.ndarray, truth: np.ndarray, bins: int = BINS) -> list[dict[str, float]]:
+    """Of all N K probabilities, by bins of equal width that are not empty: count, mean, and the share that is right."""
+    told, came = probabilities.ravel(), truth.ravel()
+    numbers = np.minimum((told * bins).astype(np.int64), bins - 1)
+    return [
+        {"count": int(here.sum()), "told": float(told[here].mean()), "came": float(came[here].mean())}
+        for here in (numbers == number for number in range(bins))
+        if here.any()
+    ]
+
+
+def calibration_error(curve: list[dict[str, float]]) -> float:
+    """The mean distance of told and came, over all probabilities (Naeini et al., AAAI 2015, ECE)."""
+    total = sum(point["count"] for point in curve)
+    return sum(point["count"] * abs(point["told"] - point["came"]) for point in curve) / total
+
+
+def majority(truth: np.ndarray) -> dict[str, float]:
+    """What the best constant answers reach: the commonest choice, and the frequencies as probabilities; of (N, K)."""
+    constant = np.broadcast_to(truth.mean(0), truth.shape)
+    return {"accuracy": accuracy(constant, truth), "brier": brier(constant, truth)}
+
+
+def results(probabilities: np.ndarray, truth: np.ndarray) -> dict[str, Any]:
+    """What is recorded of choices.
+
+    Args:
+        probabilities: (N, K).
+        truth: (N, K), 1 for the right choice of each item and else 0.
+    """
+    curve = reliability(probabilities, truth)
+    return {
+        "items": len(truth),
+        "accuracy": accuracy(probabilities, truth),
+        "brier": brier(probabilities, truth),
+        "calibration_error": calibration_error(curve),
+        "majority": majority(truth),
+        "reliability": curve,
+    }
+
+
+def truth_of(items: Sequence[Item]) -> np.ndarray:
+    """(N, K): the targets of items that offer equally many choices."""
+    return np.array([item.targets for item in items])
+
+
+class ChoicesEvaluation(Task):
+    """Measures a model's choices of held-out items.
+
+    Submitted with a loader of weights among its init tasks it measures a trained model.
+    """
+
+    __xpmid__ = "uform.choices-evaluation"
+
+    model: Param[Module]
+    """What chooses"""
+
+    problems: Param[dict[str, ChoiceSet]]
+    """The items by the name of the problem"""
+
+    device: Meta[str] = default("auto")
+    """Where the model runs; ``auto``: the GPU if there is one"""
+
+    resultspath: Annotated[Path, pathgenerator("results.json")]
+    """By problem: accuracy, Brier score, those of the best constant answers, and the reliability curve"""
+
+    def execute(self) -> None:
+        """Writes the results."""
+        self.model.initialize()
+        automatic = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model.to(automatic if self.device == "auto" else self.device)
+        found = {name: self.evaluate(problem) for name, problem in self.problems.items()}
+        self.resultspath.write_text(json.dumps(found))
+
+    def evaluate(self, problem: ChoiceSet) -> dict[str, Any]:
+        """The results of one problem."""
+        items = problem.load()
+        rows = torch.stack(self.model.choose(items))
+        return results(rows.double().cpu().numpy(), truth_of(items))
