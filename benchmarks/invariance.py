@@ -496,7 +496,7 @@ def rank_rows(matrix: Matrix, whole: Path) -> Iterator[Row]:
         yield Row(f"2, 3 ranks, {name}", "weights, 64-true", max(distance(run, late) for run in runs), 1e-10)
     few = matrix.run(**AMBIENT, batch_size=2, keep=100)
     runs = [matrix.run(3, **AMBIENT, batch_size=2)]
-    yield Row("3 ranks, one without a query", "weights, 64-true", max(distance(run, few) for run in runs), 1e-10)
+    yield Row("3 ranks, one without an item", "weights, 64-true", max(distance(run, few) for run in runs), 1e-10)
     asked = matrix.run(**CHOICES, batcher=offered(), keep=100)
     runs = [matrix.run(2, **CHOICES, batcher=offered(bags)) for bags in (0, 2)]
     yield Row("2 ranks, joint with choices", "weights, 64-true", max(distance(run, asked) for run in runs), 1e-10)

@@ -30,7 +30,9 @@ from xpmir_uform.data.decoding import decode
 from xpmir_uform.data.questions import Questions
 from xpmir_uform.losses.base import Answers, Encoded
 from xpmir_uform.model.packing import pack
+from xpmir_uform.trainer.interaction import Interaction
 from xpmir_uform.trainer.loader import LoadedStep, sizes
+from xpmir_uform.trainer.ranks import Ranks
 from xpmir_uform.trainer.step import Engine, Microbatch, Share, exact_step
 
 SPAN = 5
@@ -302,6 +304,13 @@ def test_a_batch_without_queries_or_documents_leaves_zero_gradients(model, negat
         values, found = run(model, load([loss], [Bag((item,)), Bag((replace(item, content=b"x", key=5),))]), [loss])
         assert values["late_interaction"].value.item() == 0.0
         assert all(gradient.abs().max() == 0.0 for gradient in found.values())
+
+
+def test_a_named_document_on_another_rank_is_refused():
+    loss = made()
+    batch = load([loss], [Bag((query("q"), document("d")), attract=((0, 1),))]).batch
+    with pytest.raises(ValueError, match=r"item 0 .* and its item 1 .* are on two ranks: put them into one bag"):
+        Interaction(loss, Ranks(0, 2), batch, [range(1), range(1, 2)], torch.ones(2, dtype=torch.int64))
 
 
 def test_edges_to_the_wrong_side_stop_the_step_before_any_forward_pass(model):

@@ -84,6 +84,23 @@ class Room:
     of_documents: Tensor
 
 
+def check_together(batch: Batch, shares: Sequence[range], pairs: Tensor | None) -> None:
+    """Refuses listed pairs (L, 2) of the whole batch that two ranks share; the same on every rank.
+
+    Raises:
+        ValueError: naming both items.
+    """
+    if pairs is None:
+        return
+    owners = torch.bucketize(pairs, torch.tensor([share.stop for share in shares]), right=True)
+    apart = (owners[:, 0] != owners[:, 1]).nonzero()
+    if len(apart):
+        query, document = map(batch.describe, pairs[int(apart[0])].tolist())
+        raise ValueError(
+            f"{query} and its {document} are on two ranks: put them into one bag, or let negatives be ambient"
+        )
+
+
 class Interaction:
     """The late interaction of one step on one rank; :meth:`score` comes before :meth:`gradient`.
 
@@ -109,7 +126,7 @@ class Interaction:
             for share, numbers in zip(shares, documents, strict=True)
         ]
         pairs = loss.pairs(batch, mine)
-        # Bags stay together, and edges within bags: the documents of listed pairs are this rank's.
+        check_together(batch, shares, loss.pairs(batch, range(len(batch))))
         self.pairs = None if pairs is None else torch.stack(places_of(pairs, queries, documents[ranks.rank]), dim=1)
         self.streams = self.pairs is None and ranks.count > 1
         self.own: Own | None = None
@@ -188,12 +205,13 @@ class Interaction:
                 scores[:, self.columns(owner)] = found
         return failure
 
-    def gradient(self, slope: Tensor) -> tuple[Tensor | None, RuntimeError | None]:
+    def gradient(self, slope: Tensor | None) -> tuple[Tensor | None, RuntimeError | None]:
         """(k, W) of this rank's token vectors, and how memory ran out, if it did; None: there is none.
 
         Args:
             slope: of the scores, the gradient of this rank's part of the loss.
         """
+        assert slope is not None
         failure = None if self.room is None else self._collect(slope)
         if self.own is None or failure is not None:
             return None, failure

@@ -172,6 +172,7 @@ def exact_step(engine: Engine, share: Share, losses: Sequence[BatchLoss]) -> Val
             answers, failure = engine.ranks.attempt(lambda: embed(engine, share.microbatches))
             found, gradient, lost = compare(engine, share, counted, answers)
             values, failure = values | found, failure or lost
+            answers = answers and answers[-1:]
         if failure is None:
             added, failure = engine.ranks.attempt(lambda: propagate(engine, share, counted, answers, gradient))
             values |= added or {}
@@ -220,22 +221,17 @@ def compare(
     engine: Engine, share: Share, counted: Counted, answers: Sequence[Answers] | None
 ) -> tuple[Values, Gradient, RuntimeError | None]:
     """Phase 3: this rank's part of the joint losses and the gradient of its own items, or how memory ran out."""
-    ranks, failures = engine.ranks, []
+    ranks, meeting = engine.ranks, interaction(engine.ranks, share, counted)
     with engine.watch("loss"):
         encoded = gather(engine, share, answers) if counted.reading("pooled") else Encoded()
-        meeting = interaction(ranks, share, counted)
-        if meeting is not None:
-            vectors = join_tokens(engine, share, counted.kept, answers)
-            scores, failure = meeting.score(vectors, failed=answers is None)
-            encoded, failures = replace(encoded, scores=scores.requires_grad_()), [failure]
+        scores, unscored = score(engine, share, counted, answers, meeting)
+        encoded = replace(encoded, scores=scores)
         found, failure = ranks.attempt(lambda: differentiate(ranks, share, counted, encoded))
         values, slopes = found or ({}, zeros_like(encoded))
         own = None if slopes.embeddings is None else ranks.scatter_sum(slopes.embeddings, share.shares)
-        gradient = Gradient(own, slopes.inverse_temperature, slopes.bias)
-        if meeting is not None and slopes.scores is not None:
-            tokens, lost = meeting.gradient(slopes.scores)
-            gradient, failures = replace(gradient, tokens=tokens), [*failures, lost]
-    return values, gradient, next((error for error in (*failures, failure) if error is not None), None)
+        tokens, lost = (None, None) if meeting is None else meeting.gradient(slopes.scores)
+    gradient = Gradient(own, slopes.inverse_temperature, slopes.bias, tokens)
+    return values, gradient, unscored or failure or lost
 
 
 def gather(engine: Engine, share: Share, answers: Sequence[Answers] | None) -> Encoded:
@@ -274,6 +270,17 @@ def interaction(ranks: Ranks, share: Share, counted: Counted) -> Interaction | N
     (loss,) = losses
     assert isinstance(loss, LateInteractionLoss)
     return Interaction(loss, ranks, share.batch, share.shares, counted.kept)
+
+
+def score(
+    engine: Engine, share: Share, counted: Counted, answers: Sequence[Answers] | None, meeting: Interaction | None
+) -> tuple[Tensor | None, RuntimeError | None]:
+    """Phase 3: the scores that late interaction asks for, a leaf, and how memory ran out, if it did."""
+    if meeting is None:
+        return None, None
+    vectors = join_tokens(engine, share, counted.kept, answers)
+    scores, failure = meeting.score(vectors, failed=answers is None)
+    return scores.requires_grad_(), failure
 
 
 def join_tokens(engine: Engine, share: Share, kept: Tensor, answers: Sequence[Answers] | None) -> Tensor:
