@@ -36,7 +36,7 @@ quickstart: $(VENV)/run
 	$(BIN)/experimaestro run-experiment --workdir $(WORKSPACE) $(EXPERIMENT)
 
 test: $(VENV)/dev
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses auto --dist loadscope
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .
