@@ -23,6 +23,9 @@ from xpmir_uform import (
     ImageShape,
     LateInteractionLoss,
     MaskedLoss,
+    MultimodalBags,
+    MultimodalEmoji,
+    MultimodalRetrieval,
     Negatives,
     PooledHead,
     RankedForm,
@@ -46,6 +49,17 @@ def identifier(config) -> str:
 def collection(**params):
     return EmojiCollection.C(
         sha256="0" * 64, emoji_version="2.16.0", openmoji_version="17.0.0", languages=["en", "fr"], **params
+    )
+
+
+def multimodal():
+    return MultimodalEmoji.C(
+        collection=collection(),
+        speech_sha256="1" * 64,
+        speech_version="0.2.4",
+        video_version="18.1.0",
+        voices=["en-us", "en-us+f2"],
+        speeds=[175, 210],
     )
 
 
@@ -93,6 +107,8 @@ CONFIGURATIONS = {
     "late interaction, sigmoid": lambda: LateInteractionLoss.C(form=SigmoidForm.C(), normalize=False, bias=-2.0),
     "schedule": lambda: CosineSchedule.C(learning_rate=1e-3, min_learning_rate=1e-5, warmup_steps=10, steps=100),
     "emoji retrieval": lambda: EmojiRetrieval.C(collection=collection(limit=40), direction="text-image"),
+    "multimodal bags": lambda: MultimodalBags.C(emoji=multimodal(), size=2),
+    "multimodal retrieval": lambda: MultimodalRetrieval.C(emoji=multimodal(), queries="audio", documents="video"),
     "learner": learner,
     "learner with validation": lambda: learner(
         listeners=[
