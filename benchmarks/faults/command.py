@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
-from xpmir_uform.learner import facts
-
 from faults.harness import Lab, Row
+from xpmir_uform.learner import facts
 
 GROUPS = {
     "saving": "killed while saving and at random moments",
@@ -46,12 +45,8 @@ def run(names: Sequence[str], quick: bool, root: Path) -> dict[str, list[Row]]:
 def line(row: Row) -> str:
     """A row of the table."""
     outcomes = ", ".join(f"{WORDS.get(name, name)} {count}" for name, count in row.outcomes.most_common())
-    return f"| {row.fault} | {row.outcomes.total()} | {outcomes} | {'NOTHING HOLDS' if not row.outcomes else verdict(row)} |"
-
-
-def verdict(row: Row) -> str:
-    """What was lost."""
-    return f"**{len(row.lost)} checks fail**" if row.lost else "nothing"
+    lost = f"**{len(row.lost)} checks fail**" if row.lost else "nothing"
+    return f"| {row.fault} | {row.outcomes.total()} | {outcomes} | {lost} |"
 
 
 def table(found: dict[str, list[Row]]) -> str:

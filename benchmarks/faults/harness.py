@@ -6,11 +6,10 @@ import select
 import shutil
 import signal
 import socket
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,11 +61,16 @@ class Row:
 
 
 class Trial:
-    """One job and its submissions."""
+    """One job and its submissions.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: where its processes tell how they ended.
+        place: where the job lies, if elsewhere.
+    """
+
+    def __init__(self, folder: Path, place: Path | None = None) -> None:
         self.folder = folder
-        self.job = folder / "jobs" / "task" / "job"
+        self.job = (place or folder) / "jobs" / "task" / "job"
         self.checkpoints = self.job / "checkpoints"
         self.attempts: list[Attempt] = []
 
@@ -92,9 +96,9 @@ class Trial:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "seen.jsonl").write_bytes(b"")
         port = free_port() if ranks > 1 else 0
-        return [self._fork(rank, ranks, port, setup, params) for rank in range(ranks)]
+        return [self.fork(rank, ranks, port, setup, params) for rank in range(ranks)]
 
-    def _fork(self, rank: int, ranks: int, port: int, setup: Setup, params: dict[str, Any]) -> int:
+    def fork(self, rank: int, ranks: int, port: int, setup: Setup, params: dict[str, Any]) -> int:
         (self.folder / f"ending-{rank}.json").unlink(missing_ok=True)
         child = os.fork()
         if child == 0:
@@ -202,13 +206,14 @@ class Lab:
         self.whole: Witness = checker.witness(first.job, [first.finish(checker.Shelf({}, None))])
         shutil.rmtree(first.folder)
 
-    def trial(self, at: int = 0, parent: Path | None = None) -> Trial:
+    def trial(self, at: int = 0, place: Path | None = None) -> Trial:
         """A job that was killed just before step ``at + 1``; 0: one that never ran."""
         self.count += 1
-        trial = Trial((parent or self.root) / f"trial-{self.count}")
+        trial = Trial(self.root / f"trial-{self.count}", place)
         if at:
             template = self._template(at)
-            shutil.copytree(template.folder, trial.folder, symlinks=True)
+            trial.folder.mkdir()
+            shutil.copytree(template.job, trial.job, symlinks=True)
             trial.attempts = list(template.attempts)
         return trial
 
@@ -225,9 +230,17 @@ class Lab:
             return cases
         return [cases[number * len(cases) // quick] for number in range(quick)]
 
-    def check(self, trial: Trial, **expected) -> list[str]:
-        """What was lost in a trial, whose folder goes if it was nothing."""
-        lost = checker.violations(trial.job, trial.attempts, self.whole, Expected(**expected))
+    def reference(self, setup: Setup = nothing, ranks: int = 1, **params) -> Witness:
+        """What an uninterrupted run ends with."""
+        trial = self.trial()
+        trial.attempt(setup, ranks, **params)
+        found = checker.witness(trial.job, trial.attempts)
+        shutil.rmtree(trial.folder)
+        return found
+
+    def check(self, trial: Trial, whole: Witness | None = None, **expected) -> list[str]:
+        """What was lost in a trial, against the plain run or another one; its folder goes if it was nothing."""
+        lost = checker.violations(trial.job, trial.attempts, whole or self.whole, Expected(**expected))
         if not lost:
             shutil.rmtree(trial.folder, ignore_errors=True)
         return lost
@@ -245,7 +258,7 @@ def inject(trial: Trial, act: Act, step: int = 0, reads: bool = False) -> Setup:
     def setup(rank: int) -> Operations:
         operations = Operations(trial.job, act, reads)
         if step:
-            Acts.before_step = {step: operations.install}
+            before(step, operations.install)(rank)
         else:
             operations.install()
         return operations

@@ -6,10 +6,10 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from functools import partial
 
 from faults import checker
-from faults.harness import Lab, Row, Setup, Trial, before, inject, nothing
+from faults.harness import Lab, Row, Setup, Trial, inject
 from faults.injection import kill_at
 from faults.training import LAST, STEPS, Acts
 
@@ -64,6 +64,12 @@ def kills(lab: Lab, fault: str, step: int) -> Row:
     return row
 
 
+def kill_after(seconds: float, child: int) -> None:
+    """Kills a process some time after it began."""
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+
+
 def at_random(lab: Lab) -> Row:
     """One training of many steps, killed at random moments until it has been killed so often; then it may end."""
     kills_wanted = 6 if lab.quick else KILLS
@@ -75,7 +81,7 @@ def at_random(lab: Lab) -> Row:
     row, trial, draw = Row("SIGKILL at random moments of one training"), lab.trial(), random.Random(7)
     while row.outcomes["killed"] < kills_wanted:
         pause = draw.uniform(0.0, longest)
-        attempt = trial.attempt(during=lambda child: (time.sleep(pause), os.kill(child, signal.SIGKILL)), **params)
+        attempt = trial.attempt(during=partial(kill_after, pause), **params)
         row.outcomes[attempt.ending.status] += 1
         if attempt.ending.status == "done":
             break

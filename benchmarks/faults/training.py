@@ -15,6 +15,7 @@ from experimaestro.xpmutils import DirectoryContext
 from xpm_torch import Random
 from xpm_torch.configuration import FabricConfiguration
 from xpm_torch.context import InitializationHook
+from xpm_torch.learner import LearnerListener
 from xpm_torch.trainers.context import StepTrainingHook
 
 from xpmir_uform import (
@@ -97,6 +98,17 @@ class ActedLoss(ContrastiveLoss):
         """The loss of one step."""
         value = super().compute(*args)
         return LossValue(value.value * Acts.factor, value.stats)
+
+
+class Best(LearnerListener):
+    """Keeps the newest checkpoint of all epochs under another name, as a validation does with the best."""
+
+    __xpmid__ = "test.fault-best"
+
+    def __call__(self, state):
+        """Called after each epoch."""
+        self.context.copy(self.learner.logpath.parent / "best")
+        return super().__call__(state)
 
 
 class WatchedTrainer(UFormTrainer):

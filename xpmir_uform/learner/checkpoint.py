@@ -126,6 +126,9 @@ def read(folder: Path) -> Loaded:
         weights, tensors = load(data[MODEL]), load(data[OPTIMIZER])
         optimizers = join_optimizers(tensors, state.pop("optimizers"))
     except (SafetensorError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{folder} cannot be read ({type(error).__name__}: {error})") from error
+        raise Damaged(
+            f"{folder} cannot be read ({type(error).__name__}: {error}), and its hashes hold: something "
+            "else wrote it. Nothing was deleted: put one back from a copy, or move it away to go on from the one before"
+        ) from error
     optimizer = {"optimizers": optimizers, "scaler": None, "scheduler_steps": state.pop("scheduler_steps")}
     return Loaded(weights, optimizer, state, found, manifest.reference(folder, found))

@@ -6,11 +6,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from xpm_torch.metrics import Metrics
+from xpm_torch.metrics import Metrics, MetricsLogger
 from xpm_torch.trainers.context import TrainerContext
 
 from xpmir_uform.learner import checkpoint, facts, fit, manifest, shelf
-from xpmir_uform.learner.files import commit_folder, link, point
+from xpmir_uform.learner.curves import Curves
+from xpmir_uform.learner.files import commit_folder, explained, link, point
 from xpmir_uform.learner.together import together
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class UFormContext(TrainerContext):
         self.subject = subject
         self.force_resume = force_resume
         self.begin = begin
+        self.curves = Curves(lambda: super(UFormContext, self).metrics_logger, self.logpath)
         self.epoch_metrics = Metrics()
         self.counters: dict[str, Any] = {}
         """Numbers of the whole run by name, JSON values, saved with each checkpoint."""
@@ -63,6 +65,11 @@ class UFormContext(TrainerContext):
         """The model itself, not Fabric's proxy of it."""
         model = self.state.model
         return getattr(model, "_original_module", getattr(model, "module", model))
+
+    @property
+    def metrics_logger(self) -> MetricsLogger:
+        """Where metrics go; what cannot be written there is warned of once."""
+        return self.curves
 
     @property
     def scaler(self):
@@ -90,15 +97,21 @@ class UFormContext(TrainerContext):
 
         Raises:
             RuntimeError: a step is under way.
+            OSError: it cannot be written; those before are as they were.
         """
         if not self.is_global_zero():
             return
         if not self.whole:
             raise RuntimeError(f"step {self.steps} is under way, expected a checkpoint between steps")
-        if self.state.path is None:
-            self.state.path = self._commit(self.path / shelf.name_of(self.steps))
-        point(self.path / shelf.LAST, self.state.path.name)
-        shelf.prune(self.path, self.steps, self.keep)
+        path = self.path / shelf.name_of(self.steps)
+        with explained(
+            f"the checkpoint {path} cannot be written",
+            "no other was touched; make room and check the permissions of its folder, then run the task again",
+        ):
+            if self.state.path is None:
+                self.state.path = self._commit(path)
+            point(self.path / shelf.LAST, self.state.path.name)
+            shelf.prune(self.path, self.steps, self.keep)
 
     def _commit(self, path: Path) -> Path:
         if path.exists():
@@ -161,12 +174,17 @@ class UFormContext(TrainerContext):
 
         Raises:
             ValueError: it does not fit, or none is whole. Nothing is deleted.
+            OSError: the file system does not answer. Nothing is deleted.
         """
-        path = together(self.fabric, self._choose)
-        if path is None:
-            return False
+        with explained(
+            f"the checkpoints in {self.path} cannot be read or ordered just now",
+            "nothing was deleted; run the task again once the file system answers",
+        ):
+            path = together(self.fabric, self._choose)
+            if path is None:
+                return False
+            found = checkpoint.read(path)
         own = path.parent == self.path
-        found = checkpoint.read(path)
         different, forced = self._compare(path, found.manifest, own)
         if not own and found.state["steps"] > max_epoch * self.steps_per_epoch:
             raise ValueError(

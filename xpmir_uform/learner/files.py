@@ -1,9 +1,13 @@
 """Files that are whole or absent, whenever the process is killed."""
 
+import errno
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 
 def sync(path: Path) -> None:
@@ -77,3 +81,19 @@ def link(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
+
+
+@contextmanager
+def explained(what: str, remedy: str) -> Iterator[None]:
+    """Says of an error of the system what it was met by, and what to do: those of open files name none.
+
+    Raises:
+        OSError: of the same number.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        code = getattr(error, "errno", errno.EIO)
+        if code is None:
+            raise
+        raise OSError(code, f"{what} ({error}): {remedy}") from error

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from xpmir_uform.learner.files import explained
+
 logger = logging.getLogger(__name__)
 
 NAME = ".training.lock"
@@ -27,10 +29,12 @@ def only_one(folder: Path) -> Iterator[None]:
     Raises:
         Occupied: another process holds it; nothing was touched.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o666)
+    with explained(f"{folder / NAME} cannot be opened", "make the folder one that can be written, run the task again"):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        _hold(descriptor, folder)
+        with explained(f"{folder / NAME} cannot be locked", "run the task again once the file system answers"):
+            _hold(descriptor, folder)
         yield
     finally:
         os.close(descriptor)

@@ -30,10 +30,21 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def folders_in(folder: Path) -> list[Path]:
+    """The folders in ``folder``, by name; none if it does not exist.
+
+    Raises:
+        OSError: it cannot be read; ``Path.glob`` would find nothing there, and training begin anew.
+    """
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_dir())
+    except FileNotFoundError:
+        return []
+
+
 def steps_in(folder: Path) -> list[int]:
     """The steps that have a committed checkpoint, ascending by number."""
-    found = (COMMITTED.fullmatch(path.name) for path in folder.glob("step-*") if path.is_dir())
-    return sorted(int(match[1]) for match in found if match)
+    return sorted(int(match[1]) for path in folders_in(folder) if (match := COMMITTED.fullmatch(path.name)))
 
 
 def resolve(path: Path) -> Path:
@@ -77,7 +88,7 @@ def newest(folder: Path, alert: Alert) -> tuple[Path, Mapping[str, Any]] | None:
         for bad, reason in damaged.items():
             alert("damaged checkpoint", f"{reason}. It was set aside as {set_aside(bad, reason)}; going on from {path}")
         return path, found
-    lost = sorted(path.name for path in folder.glob("damaged-*") if path.is_dir())
+    lost = [path.name for path in folders_in(folder) if path.name.startswith("damaged-")]
     if damaged or lost:
         raise ValueError(
             f"no checkpoint in {folder} is whole: {'; '.join(damaged.values()) or ', '.join(lost)}. Nothing was "
