@@ -306,6 +306,50 @@ def test_a_batch_without_queries_or_documents_leaves_zero_gradients(model, negat
         assert all(gradient.abs().max() == 0.0 for gradient in found.values())
 
 
+class Told(Ranks):
+    """One rank of several whose others are played: it notes what it is lent for their documents."""
+
+    def __init__(self, rank, documents):
+        super().__init__(rank, len(documents))
+        self.documents = documents
+        self.lent = []
+
+    def total(self, values):
+        return values
+
+    def broadcast(self, values, owner):
+        if owner == self.rank:
+            return values
+        self.lent.append((values.data_ptr(), len(values)))
+        return values.copy_(self.documents[owner])
+
+    def sum_at(self, values, owner):
+        pass
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_documents_of_other_ranks_are_held_one_rank_at_a_time(rank):
+    """Ranks of 1, 3 and 2 documents of two tokens, each with a query of one token."""
+    loss = made(negatives=Negatives.AMBIENT, normalize=False)
+    counts = [1, 3, 2]
+    bags = [Bag((query(f"q{r}"), *(document(f"d{r}{n}") for n in range(count)))) for r, count in enumerate(counts)]
+    ends = list(itertools.accumulate([0, *(len(bag.items) for bag in bags)]))
+    shares = [range(*pair) for pair in itertools.pairwise(ends)]
+    kept = torch.tensor([length for count in counts for length in (1, *[2] * count)])
+    vectors = [torch.randn(1 + 2 * count, 4) for count in counts]
+    ranks = Told(rank, [each[1:] for each in vectors])
+    meeting = Interaction(loss, ranks, Batch.of(bags), shares, kept)
+    scores, failure = meeting.score(vectors[rank], failed=False)
+    documents = torch.cat([each[1:].view(-1, 2, 4) for each in vectors])
+    assert failure is None
+    torch.testing.assert_close(scores[0], (documents @ vectors[rank][0]).max(1).values)
+    meeting.gradient(torch.ones_like(scores))
+    others = [2 * count for r, count in enumerate(counts) if r != rank]
+    assert [tokens for _, tokens in ranks.lent] == others * 2
+    assert len({place for place, _ in ranks.lent}) == 1
+    assert len(meeting.room.block) == max(others)
+
+
 def test_a_named_document_on_another_rank_is_refused():
     loss = made()
     batch = load([loss], [Bag((query("q"), document("d")), attract=((0, 1),))]).batch
