@@ -13,7 +13,7 @@ from xpmir_uform.evaluation.lexical import LexicalEvaluation
 from xpmir_uform.evaluation.retrieval import RetrievalEvaluation
 from xpmir_uform.reports.tables import table
 
-POOLED, LATE, RERANKED = "pooled", "late interaction", "retrieve, then rerank"
+POOLED, LATE, RERANKED = "pooled", "late interaction", "retrieve then rerank"
 LEXICAL, CHANCE = "BM25", "chance"
 MEASURES = ("nDCG@10", "MRR@10")
 CONTESTS = ((LATE, POOLED), (RERANKED, POOLED), (RERANKED, LATE))
