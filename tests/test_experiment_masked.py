@@ -38,7 +38,7 @@ def done(tmp_path_factory):
 def runs(workspace):
     """The folders of the three trainings by their stage."""
     (folder,) = {path.resolve() for path in workspace.glob("experiments/masked-small/*/results/runs")}
-    return {re.search("stage=(.*)", link.name)[1]: link.resolve().parent for link in folder.iterdir()}
+    return {re.search("stage=(.*)", link.name)[1]: link.resolve().parent for link in folder.iterdir() if link.is_dir()}
 
 
 def weights(folder, checkpoint):
