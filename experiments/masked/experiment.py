@@ -20,6 +20,7 @@ from xpmir_uform import (
     PatchHead,
     RetrievalEvaluation,
     UFormLearner,
+    load_model,
     save_model,
 )
 from xpmir_uform.experiments import ModelSettings, TrainingSettings, UFormExperiment, form_of, uform_experiment
@@ -84,6 +85,7 @@ def run(helper: UFormExperiment, settings: Masked):
             {seed: one.alone for seed, one in runs.items()},
             {seed: one.after for seed, one in runs.items()},
             first.masked,
+            load_model(results / "pretrained"),
             settings.mask.loss().instance(),
             collection.instance(),
             results,

@@ -11,9 +11,9 @@ from xpmir_uform.data import draws
 from xpmir_uform.data.datasets.emoji import EmojiCollection
 from xpmir_uform.data.items import Item
 from xpmir_uform.evaluation.retrieval import RetrievalEvaluation
-from xpmir_uform.export.pretrained import load_model
 from xpmir_uform.learner.learner import UFormLearner
 from xpmir_uform.losses.masked import MaskedLoss
+from xpmir_uform.model import UFormEncoder
 from xpmir_uform.reports.curves import plot_curve, read_scalars
 from xpmir_uform.reports.reconstruction import draw, reconstruct, write_page
 from xpmir_uform.reports.tables import table
@@ -34,14 +34,16 @@ class MaskedRun:
         alone: by seed, the evaluation after contrastive training alone.
         after: by seed, the evaluation after masked pre-training and the same contrastive training.
         masked: the first seed's masked training.
-        loss: of the masked training.
+        model: that it trained.
+        loss: of it.
         collection: the emoji.
-        folder: where the pictures go, and where ``pretrained/`` lies.
+        folder: where the pictures go.
     """
 
     alone: Mapping[int, RetrievalEvaluation]
     after: Mapping[int, RetrievalEvaluation]
     masked: UFormLearner
+    model: UFormEncoder
     loss: MaskedLoss
     collection: EmojiCollection
     folder: Path
@@ -105,8 +107,7 @@ def report(run: MaskedRun) -> None:
     (run.folder / "measures.json").write_text(json.dumps({"alone": alone, "after": after}, indent=1))
     curve = run.folder / "masked.png"
     plot_curve(curve, *read_scalars(run.masked.logpath, "train/masked"), title="Masked", label="training loss")
-    model = load_model(run.folder / "pretrained")
-    shown = [reconstruct(model, run.loss, item) for item in shown_items(run.collection)]
+    shown = [reconstruct(run.model, run.loss, item) for item in shown_items(run.collection)]
     picture, page = run.folder / "reconstruction.png", run.folder / "reconstruction.html"
     draw(picture, shown, "Reconstructions of held-out emoji and names")
     write_page(page, shown, "Reconstructions of held-out emoji and names", NOTE)
