@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from experimaestro import Config, Constant, Param, ResumableTask, RunMode, experiment, field
+from experimaestro import Config, Constant, Meta, Param, ResumableTask, RunMode, experiment, field
 from experimaestro.connectors import ProcessState
 from experimaestro.launcherfinder.registry import LauncherRegistry
 from experimaestro.launchers.slurm.base import SlurmJobState, SlurmLauncher
@@ -62,9 +62,8 @@ def identifier(cls) -> str:
     return cls.C().__xpm__.identifier.all.hex()
 
 
-def module(path: Path, name: str, pinned: str):
-    """A module with one configuration class."""
-    path.write_text(f"from experimaestro import Config\nclass Thing(Config):\n    {pinned}\n")
+def module(path: Path, name: str, text: str):
+    path.write_text(text)
     made = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path))
     sys.modules[name] = made
     made.__spec__.loader.exec_module(made)
@@ -76,7 +75,8 @@ def test_a_class_that_moves_changes_its_identifier_unless_it_is_pinned(tmp_path,
     found = {}
     for pinned in ("pass", '__xpmid__ = "test.thing"'):
         names = {f"moved_{place}" for place in "ab"}
-        found[pinned] = {identifier(module(tmp_path / f"{name}.py", name, pinned).Thing) for name in names}
+        text = f"from experimaestro import Config\nclass Thing(Config):\n    {pinned}\n"
+        found[pinned] = {identifier(module(tmp_path / f"{name}.py", name, text).Thing) for name in names}
         for name in names:
             monkeypatch.delitem(sys.modules, name)
     assert [len(each) for each in found.values()] == [2, 1], repaired("__xpmid__")
@@ -136,6 +136,57 @@ def test_our_defaults_are_frozen():
     assert {name: found.get(name) for name in frozen} == frozen
     if missing := {name: found[name] for name in found.keys() - frozen.keys()}:
         warnings.warn(f"not frozen yet, add to {FROZEN.name}: {json.dumps(missing)}", stacklevel=1)
+
+
+MOVED_ENUM = """
+from enum import Enum, StrEnum
+from experimaestro import Config, Param
+
+class Colour({kind}):
+    RED = "red"
+
+class Thing(Config):
+    __xpmid__ = "test.coloured"
+    colour: Param[Colour]
+"""
+
+
+def test_an_enumeration_that_moves_changes_identifiers_unless_it_is_of_words(tmp_path, monkeypatch):
+    """Those of ours are StrEnum; identifiers are frozen (test_identity.py)."""
+    found = []
+    for kind in ("Enum", "StrEnum"):
+        names = [f"{place}_{kind.lower()}" for place in ("here", "there")]
+        made = [module(tmp_path / f"{name}.py", name, MOVED_ENUM.format(kind=kind)) for name in names]
+        found.append({each.Thing.C(colour=each.Colour.RED).__xpm__.identifier.all for each in made})
+        for name in names:
+            monkeypatch.delitem(sys.modules, name)
+    assert [len(each) for each in found] == [2, 1], repaired("the rule to use StrEnum")
+
+
+class Inner(Config):
+    """Made by a default."""
+
+    __xpmid__ = "test.inner"
+
+
+class Middle(Config):
+    """Holds it, and is made by a default."""
+
+    __xpmid__ = "test.middle"
+    inner: Meta[Inner] = field(default_factory=Inner.C)
+
+
+class Outer(Config):
+    """Holds that."""
+
+    __xpmid__ = "test.outer"
+    middle: Meta[Middle] = field(default_factory=Middle.C)
+
+
+def test_a_default_within_a_default_of_a_meta_field_is_missing():
+    """Ours is made where it is needed: UFormBatcher.plan (test_batching_worker.py)."""
+    assert isinstance(Outer.C(middle=Middle.C()).instance().middle.inner, Inner)
+    assert Outer.C().instance().middle.inner is None, repaired("the packer made in UFormBatcher.plan")
 
 
 # --- Experiments
