@@ -24,6 +24,8 @@ def rows(lab: Lab) -> Iterator[Row]:
             print("full and read-only disks are left out: no file system can be mounted here", file=sys.stderr)
         else:
             yield from mounted(lab, mount)
+    # A mounted one cannot be made read-only while files on it are open.
+    yield injected(lab, "a disk that becomes read-only, from an operation of a save on", errno.EROFS, STEP, True)
     for name, code in CODES.items():
         yield injected(lab, f"{name} once, at an operation of a save", code, STEP, False)
         yield injected(lab, f"{name} from an operation of a save on", code, STEP, True)
@@ -54,8 +56,8 @@ def mounted(lab: Lab, mount: Path) -> Iterator[Row]:
         for free in lab.spread(sizes, 3):
             once(lab, row, mount, at, lambda free=free: fill(mount, free), lambda: (mount / "ballast").unlink())
         yield row
-    row = Row("a disk that is read-only, from the beginning or inside an epoch")
-    for at in (0, -STEP, STEP):
+    row = Row("a read-only disk, of a job that begins or goes on")
+    for at in (0, -STEP):
         once(lab, row, mount, at, lambda: remount(mount, "ro"), lambda: remount(mount, "rw"))
     yield row
 
@@ -67,7 +69,6 @@ def once(lab: Lab, row: Row, mount: Path, at: int, begin: Callable[[], object], 
         at: 0: a job that never ran; negative: one that begins again; positive: from before that step on.
     """
     trial = lab.trial(abs(at) - 1 if at else 0, mount / "job")
-    trial.job.mkdir(parents=True, exist_ok=True)
     setup: Setup = nothing
     if at > 0:
         setup = before(at, begin)

@@ -93,7 +93,8 @@ class Trial:
 
     def start(self, setup: Setup = nothing, ranks: int = 1, **params) -> list[int]:
         """Starts the processes of the job."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        for folder in (self.folder, self.job):
+            folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "seen.jsonl").write_bytes(b"")
         port = free_port() if ranks > 1 else 0
         return [self.fork(rank, ranks, port, setup, params) for rank in range(ranks)]
@@ -198,7 +199,7 @@ class Lab:
         self._templates: dict[int, Trial] = {}
         first = Trial(root / "whole")
         # In this process, so that all that is loaded on the way is there in each fork of it.
-        first.folder.mkdir(parents=True)
+        first.job.mkdir(parents=True)
         WatchedTrainer.seen = os.open(first.folder / "seen.jsonl", os.O_WRONLY | os.O_CREAT)
         training.execute(training.config(), first.job)
         WatchedTrainer.seen = None

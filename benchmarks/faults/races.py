@@ -27,7 +27,8 @@ def rows(lab: Lab) -> Iterator[Row]:
 def race(trial: Trial) -> None:
     """Starts two, and holds the winner at its first step until the other has ended."""
     before_it = checker.shelf(trial.checkpoints)
-    trial.folder.mkdir(parents=True, exist_ok=True)
+    for folder in (trial.folder, trial.job):
+        folder.mkdir(parents=True, exist_ok=True)
     (trial.folder / "seen.jsonl").write_bytes(b"")
     ready, go = os.pipe()
 

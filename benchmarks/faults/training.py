@@ -156,6 +156,5 @@ def config(
 def execute(made: Any, job: Path) -> None:
     """Executes a task as its job would."""
     torch.set_num_threads(1)
-    job.mkdir(parents=True, exist_ok=True)
     taskglobals.Env.instance().taskpath = job
     made.instance(context=DirectoryContext(job)).execute()

@@ -20,10 +20,20 @@ from safetensors.torch import load, save_file
 from xpm_torch.metrics import Metrics, ScalarMetric
 
 from xpmir_uform.learner import manifest
+from xpmir_uform.learner.fit import model_layout
 from xpmir_uform.learner.manifest import MODEL, OPTIMIZER, STATE, Damaged
 from xpmir_uform.model.files import save_weights
 
-STATE_NAMES = ("epoch", "steps", "metrics", "trainer", "scaler", "counters", "optimizers", "scheduler_steps")
+STATE_KINDS: Mapping[str, type | tuple[type, ...]] = {
+    "epoch": int,
+    "steps": int,
+    "metrics": dict,
+    "trainer": dict,
+    "scaler": (dict, type(None)),
+    "counters": dict,
+    "optimizers": list,
+    "scheduler_steps": int,
+}
 
 
 @dataclass(frozen=True)
@@ -120,10 +130,8 @@ def read(folder: Path) -> Loaded:
     data = {name: manifest.verified(folder, found, name) for name in manifest.FILES}
     try:
         state = json.loads(data[STATE])
-        missing = [name for name in STATE_NAMES if name not in state]
-        if missing:
-            raise ValueError(f"{STATE} lacks {', '.join(missing)}")
         weights, tensors = load(data[MODEL]), load(data[OPTIMIZER])
+        check(found, weights, state)
         optimizers = join_optimizers(tensors, state.pop("optimizers"))
     except (SafetensorError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise Damaged(
@@ -132,3 +140,26 @@ def read(folder: Path) -> Loaded:
         ) from error
     optimizer = {"optimizers": optimizers, "scaler": None, "scheduler_steps": state.pop("scheduler_steps")}
     return Loaded(weights, optimizer, state, found, manifest.reference(folder, found))
+
+
+def check(found: Mapping[str, Any], weights: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> None:
+    """Refuses content that is not what the manifest says, though its hash is: it would be applied in part.
+
+    Raises:
+        ValueError: naming what is wrong.
+    """
+    missing = [name for name in STATE_KINDS if name not in state]
+    if missing:
+        raise ValueError(f"{STATE} lacks {', '.join(missing)}")
+    wrong = [name for name, kind in STATE_KINDS.items() if not isinstance(state[name], kind)]
+    if wrong or (state["steps"], state["epoch"]) != (found["step"], found["epoch"]):
+        raise ValueError(f"{STATE} is of step {state['steps']!r}, and of other kinds than expected: {wrong}")
+    metrics_from_json(state["metrics"])
+    if model_layout(weights) != found["layout"]["model"]:
+        raise ValueError(f"{MODEL} holds other tensors than the manifest says")
+    given = [
+        sorted(f"{number}/{place}" for group in entry["groups"] for place in group["params"])
+        for number, entry in enumerate(state["optimizers"])
+    ]
+    if sorted(name for names in given for name in names) != sorted(found["layout"]["optimizer"]):
+        raise ValueError(f"{STATE} has optimizers of other parameters than the manifest says")
