@@ -12,6 +12,7 @@ import os
 import pkgutil
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tomllib
@@ -377,6 +378,9 @@ SLURM = {
 
 def test_two_devices_of_one_slurm_task_train_as_one(tmp_path):
     def launch():
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            os.environ["MASTER_PORT"] = str(free.getsockname()[1])
         os.environ.update({f"SLURM_{name}": str(value) for name, value in SLURM.items()}, GLOO_SOCKET_IFNAME="lo")
         fabric = FabricConfiguration.C(accelerator="cpu", devices="2").instance().get_fabric()
         fabric.launch()
