@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -386,7 +387,23 @@ def test_two_devices_of_one_slurm_task_train_as_one(tmp_path):
         fabric.launch()
         sys.exit(10 + fabric.world_size)
 
-    assert fork(launch, tmp_path / "log") == 11, repaired("the hint on ntasks_per_node in docs/upstream.md")
+    assert fork(launch, tmp_path / "log") == 11, repaired("check_started of the learner")
+
+
+@pytest.mark.parametrize(
+    ("devices", "nodes", "started", "expected"),
+    [("2", 1, 1, 2), ("2", 3, 2, 6), ("0,1,4", 1, 1, 3), ("1", 1, 2, 1)],
+)
+def test_ours_counts_the_processes_that_were_started(devices, nodes, started, expected):
+    config = FabricConfiguration.C(accelerator="cpu", devices=devices, num_nodes=nodes)
+    with pytest.raises(ValueError, match=f"started are {started}, expected {expected} .*set ntasks_per_node"):
+        check_started(SimpleNamespace(world_size=started), config)
+    check_started(SimpleNamespace(world_size=expected), config)
+
+
+def test_devices_that_are_no_numbers_are_not_counted():
+    for devices in ("auto", "-1"):
+        check_started(SimpleNamespace(world_size=4), FabricConfiguration.C(devices=devices))
 
 
 # --- Settings

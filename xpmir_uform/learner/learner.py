@@ -28,7 +28,8 @@ from xpmir_uform.learner.observer import Observer, losses_of
 from xpmir_uform.learner.origin import Checkpoint
 from xpmir_uform.learner.scaling import Optimizers
 from xpmir_uform.learner.signals import Interruptions
-from xpmir_uform.learner.together import Watchdog, any_rank, limit_waiting, together
+from xpmir_uform.learner.together import Watchdog, any_rank, check_started, limit_waiting, together
+from xpmir_uform.trainer.loader import workers_explained
 from xpmir_uform.trainer.trainer import check_heads
 
 logger = logging.getLogger(__name__)
@@ -142,6 +143,7 @@ class UFormLearner(Learner, ResumableTask):
         limit_waiting(fabric, self.rank_timeout)
         with Interruptions(self.remaining_time, self.time_margin) as self.interruptions:
             fabric.launch()
+            check_started(fabric, self.fabric_config)
             with (
                 self._alone(fabric),
                 default_dtype(self.fabric_config.precision),
@@ -250,6 +252,7 @@ class UFormLearner(Learner, ResumableTask):
         self.context.state.model.train()
         done = self.context.steps % self.steps_per_epoch
         with (
+            workers_explained(),
             self.context,
             tqdm(
                 leave=False, initial=done, total=self.steps_per_epoch, desc=f"Train - epoch #{self.context.epoch}"

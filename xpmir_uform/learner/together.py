@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from xpmir_uform.batching.prediction import devices
+
 T = TypeVar("T")
 
 LOST = 70
@@ -45,6 +47,26 @@ def any_rank(fabric: Any, flag: bool) -> bool:
         return flag
     up = fabric.all_reduce(torch.tensor(float(flag), device=fabric.device), reduce_op="sum")
     return bool(up > 0)
+
+
+def check_started(fabric: Any, config: Any) -> None:
+    """Refuses to train on another number of processes than there are to be devices.
+
+    Slurm starts one process for a task unless it is told otherwise; Fabric then trains on one device without a word.
+
+    Args:
+        config: the ``FabricConfiguration``; ``devices`` that are no numbers, such as ``auto``, are not counted.
+
+    Raises:
+        ValueError: another number of processes runs.
+    """
+    words = [word.strip() for word in config.devices.split(",") if word.strip()]
+    expected = devices(config) * config.num_nodes
+    if all(word.isdigit() for word in words) and fabric.world_size != expected:
+        raise ValueError(
+            f"the processes that were started are {fabric.world_size}, expected {expected} (devices is {config.devices!r} "
+            f"and num_nodes {config.num_nodes}): on Slurm, set ntasks_per_node to the number of devices of a node"
+        )
 
 
 def limit_waiting(fabric: Any, seconds: float) -> None:
