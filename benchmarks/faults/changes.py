@@ -12,7 +12,7 @@ OTHER = {
     "another batch size": {"batch_size": 3},
     "another length": {"epochs": EPOCHS + 1},
     "another clipping": {"clip_norm": 0.5},
-    "a wider model": {"hidden": 192},
+    "a wider head": {"width": 24},
     "other data": {"version": 2},
 }
 ROUNDING = 1e-4

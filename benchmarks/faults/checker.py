@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from xpmir_uform.learner.telemetry import read_telemetry
 
 KEEP = 2
+ASIDE = ("damaged-", "stale-")
 REMEDY = re.compile(
     r"run the task again|run it again|put one back|move (it|them|that) |Restore what|Wait until|make room|give fewer"
 )
@@ -114,7 +115,8 @@ def witness(job: Path, attempts: Sequence[Attempt]) -> Witness:
         for key, tensor in load_file(last / f"{name}.safetensors").items()
     }
     # As text: a NaN is not equal to itself.
-    lines = [(line["step"], json.dumps({name: line[name] for name in LINE})) for line in read_telemetry(job)]
+    told = read_telemetry(job) if (job / "telemetry.jsonl").is_file() else ()
+    lines = [(line["step"], json.dumps({name: line[name] for name in LINE})) for line in told]
     state = {name: json.dumps(value, sort_keys=True) for name, value in state.items()}
     return Witness(tensors, state, lines, {step: keys for attempt in attempts for step, keys in attempt.steps})
 
@@ -171,7 +173,7 @@ def told(job: Path, attempt: Attempt, whole: Witness, expected: Expected) -> Ite
 
 def nothing_removed(job: Path, attempt: Attempt, whole: Witness, expected: Expected) -> Iterator[str]:
     """A checkpoint may go only when ``keep`` newer ones have come, and be set aside only when it is damaged."""
-    aside = {name: digest for name, digest in attempt.after.folders.items() if name.startswith("damaged-")}
+    aside = {name: digest for name, digest in attempt.after.folders.items() if name.startswith(ASIDE)}
     for step, digest in attempt.before.committed.items():
         if attempt.after.committed.get(step) == digest:
             continue
@@ -184,7 +186,7 @@ def nothing_removed(job: Path, attempt: Attempt, whole: Witness, expected: Expec
         if int(name.split("-")[2]) not in expected.harmed:
             yield f"{name} was set aside and had no damage"
     for name, digest in attempt.before.folders.items():
-        if name.startswith(("damaged-", "stale-")) and attempt.after.folders.get(name) != digest:
+        if name.startswith(ASIDE) and attempt.after.folders.get(name) != digest:
             yield f"{name}, which had been set aside, was touched"
 
 

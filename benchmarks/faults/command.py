@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import logging
 import sys
 import tempfile
 import time
@@ -64,6 +65,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a spread of each group")
     parser.add_argument("--keep", type=Path, help="a folder to work in, which is kept")
     arguments = parser.parse_args()
+    # What is read of trials is warned of there.
+    logging.disable(logging.WARNING)
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as root:
         found = run(arguments.groups or list(GROUPS), arguments.quick, arguments.keep or Path(root).resolve())

@@ -26,11 +26,13 @@ def rows(lab: Lab) -> Iterator[Row]:
             yield from mounted(lab, mount)
     # A mounted one cannot be made read-only while files on it are open.
     yield injected(lab, "a disk that becomes read-only, from an operation of a save on", errno.EROFS, STEP, True)
-    for name, code in CODES.items():
-        yield injected(lab, f"{name} once, at an operation of a save", code, STEP, False)
+    for first, (name, code) in enumerate(CODES.items()):
+        yield injected(lab, f"{name} once, at an operation of a save", code, STEP, False, first)
         yield injected(lab, f"{name} from an operation of a save on", code, STEP, True)
         if name != "ENOSPC":
-            yield injected(lab, f"{name} once, at an operation of beginning and loading", code, 0, False)
+            yield injected(
+                lab, f"{name} once, at an operation of beginning and loading", code, 0, False, [*CODES].index(name)
+            )
             yield injected(lab, f"{name} from an operation of beginning and loading on", code, 0, True)
 
 
@@ -69,6 +71,7 @@ def once(lab: Lab, row: Row, mount: Path, at: int, begin: Callable[[], object], 
         at: 0: a job that never ran; negative: one that begins again; positive: from before that step on.
     """
     trial = lab.trial(abs(at) - 1 if at else 0, mount / "job")
+    trial.job.mkdir(parents=True, exist_ok=True)
     setup: Setup = nothing
     if at > 0:
         setup = before(at, begin)
@@ -93,11 +96,14 @@ def remount(mount: Path, how: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{how}", str(mount)], check=True)
 
 
-def injected(lab: Lab, title: str, code: int, step: int, always: bool) -> Row:
-    """An error at each operation, once or for good."""
+def injected(lab: Lab, title: str, code: int, step: int, always: bool, first: int = 0) -> Row:
+    """An error at every third operation from ``first`` on, so that the kinds share them, or at some for good.
+
+    A job that begins has telemetry of two steps more than its newest checkpoint.
+    """
     row = Row(title)
-    for at in lab.spread(range(0, operations(lab, step), 4 if always else 1 if step else 2), 4):
-        trial = lab.trial(STEP - 1)
+    for at in lab.spread(range(first, operations(lab, step), 8 if always else 3), 4):
+        trial = lab.trial(STEP - 1, ahead=0 if step else 2)
         trial.attempt(inject(trial, fail_at(at, code, always), step, reads=True))
         lab.resubmit(row, trial, f"operation {at}", silent=True)
     return row
@@ -105,7 +111,7 @@ def injected(lab: Lab, title: str, code: int, step: int, always: bool) -> Row:
 
 def operations(lab: Lab, step: int) -> int:
     """How many operations beginning and loading make, or a step and its save."""
-    trial = lab.trial(STEP - 1)
+    trial = lab.trial(STEP - 1, ahead=0 if step else 2)
     file = trial.folder / "count"
 
     def setup(rank: int) -> None:

@@ -1,5 +1,6 @@
 """Runs the training in forked processes, with a fault or without, and keeps what was seen of it."""
 
+import io
 import json
 import os
 import select
@@ -9,6 +10,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +21,7 @@ from experimaestro import GracefulTimeout, TaskCancelled
 from faults import checker, training
 from faults.checker import Attempt, Ending, Expected, Witness
 from faults.injection import Act, Operations
-from faults.training import LAST, Acts, WatchedTrainer
+from faults.training import Acts, WatchedTrainer
 
 LIMIT_SECONDS = 120
 T = TypeVar("T")
@@ -75,20 +77,26 @@ class Trial:
         self.attempts: list[Attempt] = []
 
     def attempt(
-        self, setup: Setup = nothing, ranks: int = 1, during: Callable[[int], object] | None = None, **params
+        self,
+        setup: Setup = nothing,
+        ranks: int = 1,
+        during: Callable[[int], object] | None = None,
+        seconds: float = LIMIT_SECONDS,
+        **params,
     ) -> Attempt:
         """Submits the job once and waits for its end.
 
         Args:
             setup: the fault.
             during: called with the number of the first process once it runs.
+            seconds: after which it is killed.
             params: of the configuration.
         """
         before_it = checker.shelf(self.checkpoints)
         children = self.start(setup, ranks, **params)
         if during is not None:
             during(children[0])
-        self.wait(children)
+        self.wait(children, seconds)
         return self.finish(before_it, ranks)
 
     def start(self, setup: Setup = nothing, ranks: int = 1, **params) -> list[int]:
@@ -196,34 +204,39 @@ class Lab:
         self.root = root
         self.quick = quick
         self.count = 0
-        self._templates: dict[int, Trial] = {}
+        self._templates: dict[tuple[int, int], Trial] = {}
         first = Trial(root / "whole")
         # In this process, so that all that is loaded on the way is there in each fork of it.
         first.job.mkdir(parents=True)
         WatchedTrainer.seen = os.open(first.folder / "seen.jsonl", os.O_WRONLY | os.O_CREAT)
-        training.execute(training.config(), first.job)
+        with redirect_stderr(io.StringIO()):
+            training.execute(training.config(), first.job)
         WatchedTrainer.seen = None
         (first.folder / "ending-0.json").write_text('{"status": "done", "message": "", "kind": "", "operations": []}')
         self.whole: Witness = checker.witness(first.job, [first.finish(checker.Shelf({}, None))])
         shutil.rmtree(first.folder)
 
-    def trial(self, at: int = 0, place: Path | None = None) -> Trial:
-        """A job that was killed just before step ``at + 1``; 0: one that never ran."""
+    def trial(self, at: int = 0, place: Path | None = None, ahead: int = 0) -> Trial:
+        """A job whose newest checkpoint is of step ``at``, and which was killed ``ahead`` steps later.
+
+        Args:
+            at: 0: it never ran. With steps ahead: the end of an epoch.
+        """
         self.count += 1
         trial = Trial(self.root / f"trial-{self.count}", place)
         if at:
-            template = self._template(at)
+            template = self._template(at, ahead)
             trial.folder.mkdir()
             shutil.copytree(template.job, trial.job, symlinks=True)
             trial.attempts = list(template.attempts)
         return trial
 
-    def _template(self, at: int) -> Trial:
-        if at not in self._templates:
-            trial = Trial(self.root / f"template-{at}")
-            trial.attempt(before(at + 1, send(signal.SIGKILL)) if at < LAST else nothing)
-            self._templates[at] = trial
-        return self._templates[at]
+    def _template(self, at: int, ahead: int) -> Trial:
+        if (at, ahead) not in self._templates:
+            trial = Trial(self.root / f"template-{at}-{ahead}")
+            trial.attempt(before(at + ahead + 1, send(signal.SIGKILL)), checkpoint_steps=0 if ahead else 1)
+            self._templates[at, ahead] = trial
+        return self._templates[at, ahead]
 
     def spread(self, cases: Sequence[T], quick: int) -> Sequence[T]:
         """All cases, or in a hurry ``quick`` of them, spread evenly."""

@@ -16,6 +16,7 @@ from faults.training import LAST, STEPS, Acts
 MIDDLE = STEPS + 2
 KILLS = 200
 LONG_EPOCHS = 150
+PATIENCE_SECONDS = 1200
 
 
 def rows(lab: Lab) -> Iterator[Row]:
@@ -76,7 +77,7 @@ def at_random(lab: Lab) -> Row:
     params = {"epochs": 5 if lab.quick else LONG_EPOCHS}
     whole = lab.trial()
     start = time.monotonic()
-    whole.attempt(**params)
+    whole.attempt(seconds=PATIENCE_SECONDS, **params)
     longest = 6.0 * (time.monotonic() - start) / params["epochs"] / STEPS + 0.1
     row, trial, draw = Row("SIGKILL at random moments of one training"), lab.trial(), random.Random(7)
     while row.outcomes["killed"] < kills_wanted:
@@ -85,7 +86,7 @@ def at_random(lab: Lab) -> Row:
         row.outcomes[attempt.ending.status] += 1
         if attempt.ending.status == "done":
             break
-    trial.attempt(**params)
+    trial.attempt(seconds=PATIENCE_SECONDS, **params)
     expected = checker.witness(whole.job, whole.attempts)
     row.lost = checker.violations(trial.job, trial.attempts, expected)
     for one in (whole, trial):

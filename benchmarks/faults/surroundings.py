@@ -151,7 +151,9 @@ LINKS: dict[str, Callable[[Trial], object]] = {
 TELEMETRY: dict[str, Callable[[Path], object]] = {
     "a torn last line": lambda path: path.write_bytes(path.read_bytes()[:-20]),
     "a torn line after the last": lambda path: path.write_bytes(path.read_bytes() + b'{"step": 9, "lo'),
-    "a line of later steps": lambda path: path.write_bytes(path.read_bytes() + path.read_bytes().splitlines(True)[-1]),
+    "a line of later steps": lambda path: path.write_bytes(
+        path.read_bytes() + path.read_bytes().splitlines(True)[-1].replace(b'"step": 8', b'"step": 9')
+    ),
     "a damaged line": lambda path: path.write_bytes(path.read_bytes().replace(b'"step": 3', b'"st\xffp: 3')),
     "gone": lambda path: path.unlink(),
     "a folder": lambda path: (path.unlink(), path.mkdir()),

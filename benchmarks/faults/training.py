@@ -131,13 +131,13 @@ class WatchedTrainer(UFormTrainer):
 
 
 def config(
-    devices=1, workers=0, precision="32-true", epochs=EPOCHS, batch_size=BATCH, rate=1e-2, version=1, hidden=128,
+    devices=1, workers=0, precision="32-true", epochs=EPOCHS, batch_size=BATCH, rate=1e-2, version=1, width=16,
     hooks=(), **params,
 ):  # fmt: skip
     """The configuration of every run; a checkpoint after each step."""
     return UFormLearner.C(
         random=Random.C(seed=3),
-        model=UFormEncoder.C(depth=1, hidden=hidden, pooled=PooledHead.C(width=16), seed=3),
+        model=UFormEncoder.C(depth=1, hidden=128, pooled=PooledHead.C(width=width), seed=3),
         trainer=WatchedTrainer.C(
             sampler=BagSampler.C(source=Numbers.C(version=version)),
             batch_size=batch_size,

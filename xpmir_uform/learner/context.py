@@ -210,7 +210,10 @@ class UFormContext(TrainerContext):
         reason = self.force_resume if own else f"resume_from names it; {self.force_resume}".rstrip("; ")
         table = fit.side_by_side(different, ("field", "checkpoint", "task"))
         if any(" layout " in name for name in different):
-            raise ValueError(f"the tensors of {path} do not fit this task, so it cannot go on from them:\n{table}")
+            raise ValueError(
+                f"the tensors of {path} do not fit this task, so it cannot go on from them:\n{table}\nNothing was "
+                "changed. Restore what differs, or train in a fresh folder"
+            )
         if not reason:
             raise ValueError(
                 f"the checkpoint {path} is whole, but of another training:\n{table}\nNothing was changed. Restore what "

@@ -60,8 +60,16 @@ def _numbered(value: Any) -> Any:
 def parts(path: Path) -> list[Path]:
     """The files that exist of a journal, oldest first."""
     name = re.compile(rf"{re.escape(path.stem)}-(\d{{4,}}){re.escape(path.suffix)}")
-    older = {int(match[1]): part for part in path.parent.glob(f"{path.stem}-*") if (match := name.fullmatch(part.name))}
+    older = {int(match[1]): path.parent / part for part in _names(path.parent) if (match := name.fullmatch(part))}
     return [*(older[number] for number in sorted(older)), *([path] if path.exists() else [])]
+
+
+def _names(folder: Path) -> list[str]:
+    """What a folder holds; nothing if it does not exist. ``Path.glob`` finds nothing in one that cannot be read, too."""
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
 
 
 def read(path: Path) -> Iterator[Entry]:
@@ -100,11 +108,13 @@ class Journal:
         self.warned = False
         self._descriptor: int | None = None
         self._size = 0
+        self._owed: list[Callable[[], None]] = []
+        """What is to be done before anything is added, else a step would be there twice."""
 
     def append(self, entry: Mapping[str, Any]) -> bool:
         """Adds a line, whole or not at all; answers whether it is there."""
         line = encode(entry)
-        return self._attempt(lambda: self._append(line))
+        return self._attempt(self._settle) and self._attempt(lambda: self._append(line))
 
     def sync(self) -> bool:
         """Waits until every line is on the disk."""
@@ -112,11 +122,13 @@ class Journal:
 
     def rewind(self, step: int) -> bool:
         """Drops the entries of later steps, and a torn last line."""
-        return self._attempt(lambda: self._rewind(step))
+        self._owed.append(lambda: self._rewind(step))
+        return self._attempt(self._settle)
 
     def keep(self, wanted: Callable[[Entry], bool]) -> bool:
         """Drops the entries that are not wanted, of a journal of one part."""
-        return self._attempt(lambda: self._keep(wanted))
+        self._owed.append(lambda: self._keep(wanted))
+        return self._attempt(self._settle)
 
     def close(self) -> None:
         """Ends the writing; an entry that is added later begins it again."""
@@ -133,6 +145,11 @@ class Journal:
                 logger.warning("%s cannot be written, training goes on without it: %s", self.path, error)
             self.warned = True
             return False
+
+    def _settle(self) -> None:
+        while self._owed:
+            self._owed[0]()
+            del self._owed[0]
 
     def _open(self) -> int:
         if self._descriptor is None:

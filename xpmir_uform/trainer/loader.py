@@ -3,6 +3,7 @@
 import ctypes
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -172,6 +173,20 @@ def iterate_steps(dataset: StepDataset, start: int, workers: int) -> Iterator[Lo
             worker_init_fn=begin_worker,
         )
     )
+
+
+@contextmanager
+def workers_explained() -> Iterator[None]:
+    """Says what to do when a loader worker was ended from outside, which torch tells of at any moment."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "DataLoader worker (pid" not in str(error):
+            raise
+        raise RuntimeError(
+            f"a loader worker did not end by itself ({error}): memory may have run out. Nothing that was saved is "
+            "lost; run the task again, with fewer num_workers if it happens again"
+        ) from error
 
 
 def begin_worker(worker: int) -> None:
