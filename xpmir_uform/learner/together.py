@@ -64,8 +64,8 @@ def check_started(fabric: Any, config: Any) -> None:
     expected = devices(config) * config.num_nodes
     if all(word.isdigit() for word in words) and fabric.world_size != expected:
         raise ValueError(
-            f"the processes that were started are {fabric.world_size}, expected {expected} (devices is {config.devices!r} "
-            f"and num_nodes {config.num_nodes}): on Slurm, set ntasks_per_node to the number of devices of a node"
+            f"processes that were started are {fabric.world_size}, expected {expected} (devices {config.devices!r}, "
+            f"num_nodes {config.num_nodes}): on Slurm, set ntasks_per_node to the number of devices of a node"
         )
 
 
