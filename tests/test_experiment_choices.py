@@ -186,9 +186,10 @@ def test_one_document_alone_is_refused():
 def test_bags_hold_what_the_teacher_thinks(pairs, tmp_path):
     known = pairs.instance().train()
     others = wrong_documents(known, 3)
-    told = np.random.default_rng(0).random((len(known), 4), dtype=np.float32)
-    save_file({"others": others, "probabilities": told}, tmp_path / "told.safetensors")
-    bags = RelevanceBags.C(judgements=Judgements.C(collection=pairs, path=tmp_path / "told.safetensors")).instance()
+    told, echoes = np.random.default_rng(0).random((2, len(known), 4), dtype=np.float32)
+    save_file({"others": others, "probabilities": told, "echoes": echoes}, tmp_path / "told.safetensors")
+    judgements = Judgements.C(collection=pairs, path=tmp_path / "told.safetensors")
+    bags = RelevanceBags.C(judgements=judgements).instance()
     assert len(bags) == len(known)
     seen = set()
     for epoch in range(20):
@@ -200,6 +201,16 @@ def test_bags_hold_what_the_teacher_thinks(pairs, tmp_path):
         seen.add(column)
     assert seen == {0, 1, 2}
     assert bags.bag(5, seed=1, epoch=3) == bags.bag(5, seed=1, epoch=3)
+    right, wrong = RelevanceBags.C(judgements=judgements, echo=1.0).instance().bag(5, seed=1, epoch=3).items
+    assert right.content.decode() == f"{known[5].query}\n{known[5].query}"
+    assert right.targets[0] == pytest.approx(echoes[5, 0])
+    (column,) = [m for m in range(3) if wrong.targets[0] == pytest.approx(echoes[5, 1 + m])]
+    assert wrong.content.decode() == f"{known[5].query}\n{known[others[5, column]].query}"
+
+
+def test_a_share_above_one_is_refused(pairs, tmp_path):
+    with pytest.raises(ValueError, match=r"echo is 1\.5, expected a share"):
+        validate(RelevanceBags.C(judgements=Judgements.C(collection=pairs, path=tmp_path), echo=1.5))
 
 
 PROBABILITIES = np.array([[0.9, 0.1], [0.6, 0.4], [0.2, 0.8], [0.7, 0.3]])
@@ -275,6 +286,8 @@ def test_a_teacher_tells_how_probable_each_document_is(execute, tmp_path, pairs)
     scores = task.model.score([known[3].query], documents)[0].double().numpy()
     told = 1 / (1 + np.exp(-(found["slope"] * scores + found["intercept"])))
     assert table["probabilities"][3] == pytest.approx(told, abs=1e-5)
+    # Every token of the query is one of its echo's.
+    assert table["echoes"][:, 0] == pytest.approx(1 / (1 + np.exp(-found["slope"] - found["intercept"])), abs=1e-5)
     assert found["items"] == 20
     assert found["majority"] == {"accuracy": 0.5, "brier": 0.5}
 

@@ -46,6 +46,7 @@ class Choices(ConfigurationBase):
     held_out: int = 300
     limit: int = 0
     others: int = 4
+    echo: float = 0.0
     pairs: PairSettings = PairSettings()
     interaction: InteractionSettings = InteractionSettings()
     model: ModelSettings = ModelSettings()
@@ -95,7 +96,7 @@ def tell_relevance(helper: UFormExperiment, settings: Choices, pairs: PairCollec
     judgements = helper.submit("Scoring by the teacher", scoring, init_tasks=[teacher])
     learner = settings.student.learner(
         model,
-        RelevanceBags.C(judgements=stop_tags(judgements)),
+        RelevanceBags.C(judgements=stop_tags(judgements), echo=settings.echo),
         [ChoicesLoss.C()],
         seed=settings.seed,
         shape=BatchShape.C(max_choices_per_item=2),

@@ -49,7 +49,7 @@ def calibrate(right: np.ndarray, wrong: np.ndarray) -> tuple[float, float]:
 
 
 class RelevanceScoring(Task):
-    """Tells, by a model's late interaction, how probably each training query's document and some wrong ones are right.
+    """Tells, by a model's late interaction, how probably the documents of training queries and wrong ones are relevant.
 
     Scores become probabilities by :func:`calibrate`, on each training pair and its first wrong document. What that is
     worth is measured on the held-out pairs.
@@ -90,18 +90,21 @@ class RelevanceScoring(Task):
         self.model.to(automatic if self.device == "auto" else self.device)
         train, test = self.collection.train(), self.collection.test()
         others = wrong_documents(train, self.others)
-        scores = self.scores(train, others)
-        slope, intercept = calibrate(scores[:, 0], scores[:, 1])
-        probabilities = expit(slope * scores + intercept).astype(np.float32)
-        save_file({"others": others, "probabilities": probabilities}, self.path)
-        yes = expit(slope * self.scores(test, wrong_documents(test, 1)) + intercept).ravel()
+        known, echoes = self.scores(train, others, "document"), self.scores(train, others, "query")
+        slope, intercept = calibrate(known[:, 0], known[:, 1])
+        told = {
+            name: expit(slope * scores + intercept).astype(np.float32)
+            for name, scores in (("probabilities", known), ("echoes", echoes))
+        }
+        save_file({"others": others, **told}, self.path)
+        yes = expit(slope * self.scores(test, wrong_documents(test, 1), "document") + intercept).ravel()
         found = results(np.stack([yes, 1 - yes], axis=1), truth_of(questions(test)))
         self.resultspath.write_text(json.dumps({**found, "slope": slope, "intercept": intercept}))
 
-    def scores(self, pairs: list[Pair], others: np.ndarray) -> np.ndarray:
-        """(P, 1 + M) float64: of each query with its document and with others (P, M)."""
-        queries, documents = zip(*(pair.items() for pair in pairs), strict=True)
+    def scores(self, pairs: list[Pair], others: np.ndarray, field: str) -> np.ndarray:
+        """(P, 1 + M) float64: of each query with a text of its own pair and of others (P, M), in ``field``."""
         columns = np.concatenate([np.arange(len(pairs))[:, None], others], axis=1)
         listed = np.stack([np.repeat(np.arange(len(pairs)), columns.shape[1]), columns.ravel()], axis=1)
+        queries, documents = ([getattr(pair, name) for pair in pairs] for name in ("query", field))
         found = self.model.score(queries, documents, pairs=torch.from_numpy(listed))
         return found.double().cpu().numpy().reshape(columns.shape)

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from xpmir_uform.data import draws
 from xpmir_uform.data.choices import ChoiceSet, right
 from xpmir_uform.data.datasets.pairs import Pair, PairCollection
+from xpmir_uform.data.fields import default
 from xpmir_uform.data.items import Bag, Item
 from xpmir_uform.data.sampling import BagSource
 
@@ -41,17 +42,17 @@ def _others(pairs: Sequence[Pair], pair: Pair, count: int) -> list[int]:
     return found
 
 
-def question(query: Pair, document: Pair, targets: tuple[float, ...]) -> Item:
-    """A text of the query of a pair and the document of another or the same, one line each."""
-    key = draws.key_of("relevance", query.name, document.name)
-    return Item.text(f"{query.query}\n{document.document}", key, choices=CHOICES, targets=targets)
+def question(query: str, document: str, targets: tuple[float, ...]) -> Item:
+    """A text of both, one line each."""
+    text = f"{query}\n{document}"
+    return Item.text(text, draws.key_of("relevance", text), choices=CHOICES, targets=targets)
 
 
 def questions(pairs: Sequence[Pair]) -> list[Item]:
     """The query of each pair with its document, and with a wrong one: as many yes as no."""
     wrong = wrong_documents(pairs, 1)[:, 0]
     return [
-        question(pair, document, right(CHOICES, answer))
+        question(pair.query, document.document, right(CHOICES, answer))
         for pair, other in zip(pairs, wrong, strict=True)
         for document, answer in ((pair, b"y"), (pairs[other], b"n"))
     ]
@@ -60,8 +61,8 @@ def questions(pairs: Sequence[Pair]) -> list[Item]:
 class Judgements(Config):
     """What a teacher thinks of the training pairs: a file that a task writes, which is part of the identifier.
 
-    The file holds ``others`` (P, M) int64, the numbers of wrong documents, and ``probabilities`` (P, 1 + M) float32,
-    that the right document and each wrong one is relevant.
+    The file holds ``others`` (P, M) int64, the numbers of other pairs; ``probabilities`` (P, 1 + M) float32, that the
+    pair's own document and each of theirs is relevant; and ``echoes`` (P, 1 + M) float32, the same of their queries.
     """
 
     __xpmid__ = "uform.judgements"
@@ -74,12 +75,23 @@ class Judgements(Config):
 
 
 class RelevanceBags(BagSource):
-    """A bag is a training query with its document, and again with a wrong one; the targets are a teacher's answers."""
+    """A bag is a training query with its document, and again with a wrong one; the targets are a teacher's answers.
+
+    In an *echo* queries stand in for the documents: the relevant one repeats the query. To compare two lines is learned
+    from echoes many steps sooner than from documents alone, where nothing but what both share tells yes from no.
+    """
 
     __xpmid__ = "uform.relevance-bags"
 
     judgements: Param[Judgements]
     """The teacher's answers"""
+
+    echo: Param[float] = default(0.0)
+    """Share of the bags that are echoes"""
+
+    def __validate__(self):
+        if not 0 <= self.echo <= 1:
+            raise ValueError(f"echo is {self.echo}, expected a share, from 0 to 1")
 
     @cached_property
     def pairs(self) -> list[Pair]:
@@ -95,16 +107,14 @@ class RelevanceBags(BagSource):
         return len(self.pairs)
 
     def bag(self, index: int, seed: int, epoch: int) -> Bag:
-        """The bag of one pair; which of its wrong documents is taken is keyed by (seed, epoch, pair)."""
+        """The bag of one pair; whether it is an echo, and the wrong document, are keyed by (seed, epoch, pair)."""
         pair, others = self.pairs[index], self.table["others"][index]
         draw = draws.generator(seed, draws.Purpose.BAG, epoch, draws.key_of("relevance", pair.name))
-        place = int(draw.integers(len(others)))
-        documents = {0: pair, 1 + place: self.pairs[others[place]]}
-        return Bag(tuple(self._asked(pair, document, index, column) for column, document in documents.items()))
-
-    def _asked(self, query: Pair, document: Pair, row: int, column: int) -> Item:
-        yes = float(self.table["probabilities"][row, column])
-        return question(query, document, (yes, 1 - yes))
+        echo, place = draw.random() < self.echo, int(draw.integers(len(others)))
+        told = self.table["echoes" if echo else "probabilities"][index]
+        both = (pair, told[0]), (self.pairs[others[place]], told[1 + place])
+        texts = ((other.query if echo else other.document, float(yes)) for other, yes in both)
+        return Bag(tuple(question(pair.query, text, (yes, 1 - yes)) for text, yes in texts))
 
 
 class RelevanceChoices(ChoiceSet):
