@@ -1,9 +1,9 @@
 """Speech: texts spoken by eSpeak NG, as WAV files in memory.
 
 The engine (GPL-3.0-or-later) is the shared library of the package ``espeakng-loader``. What it has said before changes
-what it says next (pitch, and with it the length of a sound), and its own ``espeak_Terminate`` does not undo that. So it
-is loaded anew for each utterance, which takes some milliseconds: a sound is then a function of its arguments and of the
-package's files.
+what it says next (pitch, and with it the length of a sound), its own ``espeak_Terminate`` does not undo that, and the
+noise of breathy voices is seeded by the clock. So it is loaded and seeded anew for each utterance, which takes some
+milliseconds: a sound is then a function of its arguments and of the package's files.
 """
 
 import _ctypes
@@ -59,6 +59,7 @@ def speak(text: str, voice: str = "en-us", words_per_minute: int = 175) -> bytes
         rate = library.espeak_Initialize(SYNCHRONOUS, 0, _data().encode(), 0)
         if rate <= 0:
             raise RuntimeError(f"eSpeak NG did not start from {_data()}: install {DISTRIBUTION} again")
+        library.espeak_ng_SetRandSeed(ctypes.c_long(0))
         library.espeak_SetSynthCallback(receive)
         if library.espeak_SetVoiceByName(voice.encode()):
             raise ValueError(f"voice is {voice!r}, expected one that eSpeak NG has, such as 'en-us' or 'en-us+f2'")
