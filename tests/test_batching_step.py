@@ -1,27 +1,16 @@
 """The batcher in training: microbatches chosen by memory, also after it ran out, change no weight beyond rounding."""
 
-import importlib.util
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from invariance import EPOCHS, STEPS, config, distance, run_here, run_ranks
 
 from xpmir_uform.batching.batcher import UFormBatcher, UFormBatcherWorker
 from xpmir_uform.batching.shape import BatchShape
 from xpmir_uform.model.pooling import Pooling
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "invariance.py"
-spec = importlib.util.spec_from_file_location("batching_invariance", SCRIPT)
-invariance = sys.modules["batching_invariance"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(invariance)
-config, distance, run_here, run_ranks = (
-    invariance.config,
-    invariance.distance,
-    invariance.run_here,
-    invariance.run_ranks,
-)
 MEMORY = 3_000_000
 
 
@@ -51,7 +40,7 @@ def counted(monkeypatch):
 )
 def test_the_batcher_changes_nothing(tmp_path, whole, counted, fields):
     run_here(config(UFormBatcher.C(**fields)), tmp_path)
-    assert len(counted) == invariance.EPOCHS * invariance.STEPS
+    assert len(counted) == EPOCHS * STEPS
     assert (max(counted) > 1) == bool(fields)
     assert distance(tmp_path, whole) < 1e-10
 

@@ -1,16 +1,10 @@
 """Freezing: what a pattern names stays as it is, bit for bit, without a number in the optimizer."""
 
-import os
 import shutil
-import socket
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from experimaestro import taskglobals
-from experimaestro.xpmutils import DirectoryContext
+from invariance import job, run_here, run_ranks
 from safetensors.torch import load_file
 from torch import nn
 from xpm_torch import Random
@@ -121,10 +115,6 @@ def config(devices=1, precision="32-true", **params):
     )
 
 
-def job(folder: Path) -> Path:
-    return folder / "workspace" / "jobs" / "task" / "job"
-
-
 def checkpoint(folder, name, file="model"):
     return load_file(job(folder) / "checkpoints" / name / f"{file}.safetensors")
 
@@ -193,25 +183,10 @@ def test_a_pattern_that_matches_nothing_stops_the_task(execute, tmp_path):
         execute(config(frozen=["encoder.byte_embedding"]), tmp_path)
 
 
-def _rank(rank, world, port, made, folder):
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
-    )  # fmt: skip
-    torch.set_num_threads(1)
-    taskglobals.Env.instance().taskpath = job(folder)
-    made().instance(context=DirectoryContext(job(folder))).execute()
-    dist.destroy_process_group()
-
-
 def test_two_ranks_freeze_alike(execute, tmp_path):
-    job(tmp_path / "two").mkdir(parents=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    arguments = (2, port, lambda: config(devices=2, precision="64-true", frozen=FROZEN), tmp_path / "two")
-    mp.start_processes(_rank, arguments, 2, start_method="fork")
+    params = {"precision": "64-true", "frozen": FROZEN}
+    run_ranks(2, lambda rank, folder: run_here(config(devices=2, **params), folder), tmp_path / "two")
     check(tmp_path / "two")
-    execute(config(precision="64-true", frozen=FROZEN), tmp_path / "one")
+    execute(config(**params), tmp_path / "one")
     two, one = checkpoint(tmp_path / "two", "last"), checkpoint(tmp_path / "one", "last")
     assert all(torch.allclose(two[name], one[name], rtol=0.0, atol=1e-10) for name in one)

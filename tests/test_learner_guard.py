@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -11,10 +10,8 @@ from typing import ClassVar
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from experimaestro import Constant, taskglobals
-from experimaestro.xpmutils import DirectoryContext
+from experimaestro import Constant
+from invariance import job, run_here, run_ranks
 from lightning.fabric.plugins import MixedPrecision
 from safetensors.torch import load_file
 from xpm_torch import Random
@@ -321,10 +318,6 @@ def every_step(**params):
     return config(checkpoint_steps=1, keep=100, **params)
 
 
-def job(folder: Path) -> Path:
-    return folder / "workspace" / "jobs" / "task" / "job"
-
-
 def tensors(folder: Path, checkpoint="last"):
     """Every tensor of a checkpoint, weights and optimizer, and the optimizers' step counts."""
     path = job(folder) / "checkpoints" / (checkpoint if checkpoint == "last" else f"step-{checkpoint:08d}")
@@ -439,38 +432,22 @@ def test_an_alert_that_ends_the_task(execute, tmp_path):
 # --- Several ranks
 
 
-def _rank(rank, world, port, made, folder):
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
-    )  # fmt: skip
-    torch.set_num_threads(1)
-    taskglobals.Env.instance().taskpath = job(folder)
-    try:
-        made().instance(context=DirectoryContext(job(folder))).execute()
-    except RuntimeError as error:
-        (folder / f"error-{rank}").write_text(str(error))
-    dist.destroy_process_group()
+def run_two(made, folder):
+    """Runs two ranks; what a rank fails with is written to a file."""
 
+    def work(rank, where):
+        try:
+            run_here(made(), where)
+        except RuntimeError as error:
+            (where / f"error-{rank}").write_text(str(error))
 
-def run_ranks(world, made, folder, limit=60):
-    job(folder).mkdir(parents=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = mp.start_processes(_rank, (world, port, made, folder), world, join=False, start_method="fork")
-    for _ in range(limit):
-        if context.join(timeout=1):
-            return
-    for process in context.processes:
-        process.kill()
-    raise AssertionError(f"{world} ranks did not end within {limit} s")
+    run_ranks(2, work, folder)
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_a_nan_on_one_rank_of_two_skips_the_step_on_both(tmp_path, where):
     Poison.set(**{where: [3]}, ranks=[1])
-    run_ranks(2, lambda: every_step(devices=2), tmp_path)
+    run_two(lambda: every_step(devices=2), tmp_path)
     assert same(tensors(tmp_path, 3), tensors(tmp_path, 2))
     assert adam_steps(tensors(tmp_path)) == {EPOCHS * STEPS - 1}
     assert [line["skipped"] for line in read_telemetry(job(tmp_path))] == [step == 3 for step in range(1, 9)]
@@ -479,13 +456,13 @@ def test_a_nan_on_one_rank_of_two_skips_the_step_on_both(tmp_path, where):
 
 def test_both_ranks_give_up_together(tmp_path):
     Poison.set(loss=range(2, 9), ranks=[1])
-    run_ranks(2, lambda: every_step(devices=2, max_skipped=2), tmp_path)
+    run_two(lambda: every_step(devices=2, max_skipped=2), tmp_path)
     assert {path.name for path in tmp_path.glob("error-*")} == {"error-0", "error-1"}
     assert json.loads((job(tmp_path) / "bad_batch.json").read_text())["step"] == 3
 
 
 def test_both_ranks_end_by_an_alert(tmp_path):
     Poison.set(loss=[2], ranks=[1])
-    run_ranks(2, lambda: every_step(devices=2, alerts=Alerts.C(fail_on_alert=["all"])), tmp_path)
+    run_two(lambda: every_step(devices=2, alerts=Alerts.C(fail_on_alert=["all"])), tmp_path)
     told = [(tmp_path / f"error-{rank}").read_text() for rank in range(2)]
     assert all("an alert of fail_on_alert ends the task at step 2" in text for text in told)

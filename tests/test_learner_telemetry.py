@@ -5,17 +5,15 @@ import json
 import math
 import os
 import re
-import socket
 from pathlib import Path
 from typing import ClassVar
 
 import jsonschema
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from experimaestro import Constant, taskglobals
 from experimaestro.xpmutils import DirectoryContext
+from invariance import job, run_here, run_ranks
 from safetensors.torch import load_file
 from xpm_torch import Random
 from xpm_torch.configuration import FabricConfiguration
@@ -313,10 +311,6 @@ def config(devices=1, batcher=None, **params):
     )
 
 
-def job(folder: Path) -> Path:
-    return folder / "workspace" / "jobs" / "task" / "job"
-
-
 def weights(folder):
     return load_file(job(folder) / "checkpoints" / "last" / "model.safetensors")
 
@@ -461,36 +455,11 @@ def test_impossible_settings_are_refused(name, wrong):
 # --- Two ranks
 
 
-def _rank(rank, world, port, made, folder):
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
-    )  # fmt: skip
-    torch.set_num_threads(1)
-    taskglobals.Env.instance().taskpath = job(folder)
-    made().instance(context=DirectoryContext(job(folder))).execute()
-    dist.destroy_process_group()
-
-
-def run_ranks(world, made, folder, limit=60):
-    job(folder).mkdir(parents=True, exist_ok=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = mp.start_processes(_rank, (world, port, made, folder), world, join=False, start_method="fork")
-    for _ in range(limit):
-        if context.join(timeout=1):
-            return
-    for process in context.processes:
-        process.kill()
-    raise AssertionError(f"{world} ranks did not end within {limit} s")
-
-
 def test_of_two_ranks_one_writes_and_a_resume_by_one_goes_on(execute, tmp_path, whole):
     KillAt.before_steps, KillAt.after_steps = {6}, set()
     with pytest.raises(Killed):
         execute(config(checkpoint_steps=1), tmp_path)
-    run_ranks(2, lambda: config(devices=2), tmp_path)
+    run_ranks(2, lambda rank, folder: run_here(config(devices=2), folder), tmp_path)
     lines = checked(job(tmp_path))
     assert [line["step"] for line in lines] == list(range(1, 13))
     assert [line["losses"]["contrastive"] for line in lines] == pytest.approx(

@@ -1,19 +1,9 @@
 """Choices joined with contrast: microbatches and ranks change no weight beyond rounding."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
+from invariance import CHOICES, config, distance, losses, offered, run_here, run_ranks
 
 from xpmir_uform import ChoicesLoss
-
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "invariance.py"
-spec = importlib.util.spec_from_file_location("invariance", SCRIPT)
-invariance = sys.modules["invariance"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(invariance)
-config, distance, offered = invariance.config, invariance.distance, invariance.offered
-run_here, run_ranks, CHOICES = invariance.run_here, invariance.run_ranks, invariance.CHOICES
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +34,7 @@ def test_a_rank_without_a_bag_changes_nothing(tmp_path):
 
 def test_accuracy_and_the_number_asked_are_of_the_global_batch(tmp_path, whole):
     run_here(config(offered(2), **CHOICES), tmp_path)
-    found, expected = invariance.losses(tmp_path), invariance.losses(whole)
+    found, expected = losses(tmp_path), losses(whole)
     assert {"choices", "choices/accuracy", "choices/asked"} <= expected.keys()
     for name in ("choices", "choices/accuracy", "choices/asked"):
         assert found[name] == pytest.approx(expected[name], rel=1e-9)

@@ -1,22 +1,16 @@
 """Late interaction in training: microbatches, limits and ranks change no weight beyond rounding."""
 
-import importlib.util
-import sys
 from collections import Counter
 from pathlib import Path
 
+import invariance
 import pytest
 import torch.distributed as dist
+from invariance import Pieces, config, distance, run_here, run_ranks
 from xpm_torch.batchers import PowerAdaptativeBatcher
 
 from xpmir_uform import LateInteractionLoss, UFormTrainer
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "invariance.py"
-spec = importlib.util.spec_from_file_location("invariance", SCRIPT)
-invariance = sys.modules["invariance"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(invariance)
-Pieces, config, distance = invariance.Pieces, invariance.config, invariance.distance
-run_here, run_ranks = invariance.run_here, invariance.run_ranks
 SHORT = {"epochs": 1}
 OBJECTIVES = {"named": {**SHORT, **invariance.NAMED}, "ambient": {**SHORT, **invariance.AMBIENT}}
 LIMITED = {**SHORT, **invariance.LIMITED}

@@ -1,26 +1,18 @@
 """One identifier, one result: microbatches, batchers, ranks and resuming change no weight beyond rounding."""
 
-import importlib.util
 import itertools
-import sys
 from collections import Counter
 from pathlib import Path
 
+import invariance
 import pytest
 import torch.distributed as dist
+from invariance import EPOCHS, STEPS, Pieces, config, distance, relative, run_here, run_ranks
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from xpm_torch.batchers import PowerAdaptativeBatcher
 
 from xpmir_uform import BatchShape, RankedForm, UFormBatcher, UFormEncoder, UFormTrainer
 from xpmir_uform.model.pooling import Pooling
-
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "invariance.py"
-spec = importlib.util.spec_from_file_location("invariance", SCRIPT)
-invariance = sys.modules["invariance"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(invariance)
-EPOCHS, STEPS = invariance.EPOCHS, invariance.STEPS
-Pieces, config, distance = invariance.Pieces, invariance.config, invariance.distance
-job, relative, run_here, run_ranks = invariance.job, invariance.relative, invariance.run_here, invariance.run_ranks
 
 
 @pytest.fixture(scope="module")

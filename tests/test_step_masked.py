@@ -1,20 +1,12 @@
 """Masked reconstruction: microbatches, ranks, workers and resuming change no mask and no weight beyond rounding."""
 
-import importlib.util
 import itertools
-import sys
-from pathlib import Path
 
+import invariance
 import pytest
+from invariance import ALONE, JOINT, Pieces, bits, config, distance, run_here, run_ranks
 
 from xpmir_uform.losses import masked
-
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "invariance.py"
-spec = importlib.util.spec_from_file_location("invariance", SCRIPT)
-invariance = sys.modules["invariance"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(invariance)
-Pieces, config, distance, bits = invariance.Pieces, invariance.config, invariance.distance, invariance.bits
-run_here, run_ranks, JOINT, ALONE = invariance.run_here, invariance.run_ranks, invariance.JOINT, invariance.ALONE
 
 
 @pytest.fixture(scope="module")

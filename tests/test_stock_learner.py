@@ -4,7 +4,6 @@ Others are beside the tests of what replaces them; docs/upstream.md names all of
 fault, its test fails here and says what may go.
 """
 
-import importlib.util
 import json
 import math
 import os
@@ -16,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import invariance
 import lightning as L
 import numpy as np
 import pytest
@@ -23,6 +23,7 @@ import torch
 from experimaestro import Meta
 from experimaestro.core.objects.config import sealed_set
 from experimaestro.xpmutils import DirectoryContext
+from invariance import run_here, run_ranks
 from torch import nn
 from xpm_mlboard import TensorboardService
 from xpm_torch import Module, Random, SampleIterator, Sampler
@@ -50,10 +51,6 @@ from xpmir_uform.data.fields import default
 from xpmir_uform.learner.together import limit_waiting
 
 ROOT = Path(__file__).parents[1]
-spec = importlib.util.spec_from_file_location("invariance", ROOT / "benchmarks" / "invariance.py")
-invariance = sys.modules["invariance"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(invariance)
-job, run_here, run_ranks = invariance.job, invariance.run_here, invariance.run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
