@@ -99,6 +99,8 @@ def test_hits_are_counted_among_legal_bytes_alone():
         (b"ab", (0.5, 0.498), "has targets that sum to 0.998; they must sum to one"),
         (b"ab", (1.5, -0.5), "has the target -0.5"),
         (b"ab", (math.nan, 1.0), "has the target nan"),
+        (b"a", None, "has the target nan"),
+        (b"ab", 1.0, "has 2 choices and 1 targets"),
     ],
 )
 def test_impossible_choices_are_refused_by_key(choices, targets, message):
@@ -117,6 +119,10 @@ def test_a_row_of_probabilities_is_taken_as_targets(kind):
     assert item.targets == (0.125, 0.375, 0.5)
     assert Batch.of([Bag((item,))]).item(0) == item
     assert hash(item) == hash(replace(item))
+
+
+def test_a_single_probability_is_taken_as_the_target_of_a_single_choice():
+    assert offering("a", b"x", torch.tensor(1.0)).targets == (1.0,)
 
 
 class Riddles(BagSource):

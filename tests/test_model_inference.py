@@ -10,7 +10,7 @@ from PIL import Image
 
 from xpmir_uform import ByteHead, ImageShape, Item, Modality, PooledHead, TokenHead, UFormEncoder
 from xpmir_uform.data.decoding import decode
-from xpmir_uform.model import pack, running
+from xpmir_uform.model import pack, running, scoring
 
 TEXTS = ["hello", "", "a somewhat longer name", "é", "hello", "yes or no?"]
 
@@ -97,6 +97,32 @@ def test_scores_are_the_mean_of_the_best_cosines(model):
     torch.testing.assert_close(found[0, 0], short, rtol=1e-5, atol=1e-6)
 
 
+def test_scores_are_made_in_blocks_that_bound_memory(model, monkeypatch):
+    queries = [*TEXTS, "a query that is a good deal longer than all the others"]
+    pairs = [(q, d) for q in range(len(queries)) for d in (3, 0)]
+    expected = model.score(queries, TEXTS), model.score(queries, TEXTS, pairs)
+    made, cells = scoring.maxsim, []
+
+    def noted(vectors, offsets, documents, starts, pairs=None):
+        cells.append(len(vectors) * (len(starts) - 1) if pairs is None else int(offsets.diff()[pairs[:, 0]].sum()))
+        return made(vectors, offsets, documents, starts, pairs)
+
+    monkeypatch.setattr(scoring, "maxsim", noted)
+    for limit in (1, 400, 800):
+        monkeypatch.setattr(scoring, "CELLS", limit)
+        cells.clear()
+        torch.testing.assert_close(model.score(queries, TEXTS), expected[0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(model.score(queries, TEXTS, pairs), expected[1], rtol=1e-5, atol=1e-6)
+        assert max(cells) <= limit or limit == 1
+        assert len(cells) > 2
+
+
+def test_what_can_be_walked_once_is_answered_whole(model):
+    """A generator is no sequence; walked twice it would be answered as nothing."""
+    assert torch.equal(model.encode(text for text in TEXTS), model.encode(TEXTS))
+    assert torch.equal(model.choose_packed(iter(TEXTS), b"yn")[0], model.choose_packed(TEXTS, b"yn")[0])
+
+
 def test_probabilities_packed_and_as_lists(model):
     choices = [b"a", b"yn", b"\x00\xff\x80", b"yn", b"ny", bytes(range(256))]
     rows = model.choose(TEXTS, choices)
@@ -153,10 +179,21 @@ def test_a_model_without_the_head_is_refused(call, head, message):
         (lambda m: m.encode("one"), "expected a sequence of texts or items and got one str: put it in a list"),
         (lambda m: m.encode(Item.text("one")), "got one Item: put it in a list"),
         (lambda m: m.encode([b"one"]), "number 0 is a bytes: expected a text or an Item"),
-        (lambda m: m.encode(["a"], batch_tokens=0), "batch_tokens is 0: expected at least 1"),
+        (lambda m: m.encode(None), "got one NoneType: put it in a list"),
+        (lambda m: m.encode(["a", "\udcff"]), r"the text '\\udcff' is no UTF-8"),
+        (lambda m: m.encode(["a"], batch_tokens=0), "batch_tokens is 0: expected a whole number, at least 1"),
+        (lambda m: m.encode(["a"], batch_tokens="7"), "batch_tokens is '7': expected a whole number"),
         (lambda m: m.encode([Item(Modality.AUDIO, b"x", 0)]), "no audio input"),
         (lambda m: m.encode_tokens(["a"], max_span=0), "max_span is 0"),
+        (lambda m: m.encode_tokens(["a"], max_span=2.5), "max_span is 2.5: expected a whole number"),
+        (lambda m: m.score(["a"], ["b"], max_query_span=0), "max_query_span is 0: expected a whole number"),
         (lambda m: m.score(["a"], ["b"], [(0, 1)]), r"pairs\[0, 1\] = 1 names no document"),
+        (lambda m: m.score(["a"], ["b"], [(0, 0, 0), (0, 0, 0)]), r"shape \(2, 3\), expected \(P, 2\)"),
+        (lambda m: m.score(["a"], ["b"], [0, 0]), r"shape \(2,\), expected \(P, 2\)"),
+        (lambda m: m.score(["a"], ["b"], [(0, 0), (0,)]), "pairs are no table of numbers"),
+        (lambda m: m.score(["a"], ["b"], zip([0], [0], strict=True)), "pairs are no table of numbers"),
+        (lambda m: m.score(["a"], ["b"], [(0.0, 0.0)]), "it must hold integers"),
+        (lambda m: m.choose(["a"], 3), "the choices are a int: give one bytes for all items, or one each"),
         (lambda m: m.choose(["a", "b"], [b"yn"]), "there are 1 choices for 2 items"),
         (lambda m: m.choose(["a"], b"yy"), r"item 0x[0-9a-f]{16} \(text, 1 bytes\) is offered b'yy': expected bytes"),
         (lambda m: m.choose(["a"], [b""]), "is offered b'': expected bytes, at least one"),

@@ -37,12 +37,21 @@ class Item:
     def __post_init__(self) -> None:
         if not isinstance(self.targets, tuple):
             given: Any = self.targets
-            object.__setattr__(self, "targets", tuple(given.tolist() if hasattr(given, "tolist") else given))
+            given = given.tolist() if hasattr(given, "tolist") else given
+            object.__setattr__(self, "targets", tuple(given) if isinstance(given, Iterable) else (given,))
 
     @classmethod
     def text(cls, text: str, key: int | None = None, **others) -> "Item":
-        """A text item, keyed by its content unless ``key`` is given; ``others`` are the remaining fields."""
-        return cls(Modality.TEXT, text.encode("utf-8"), key_of(text) if key is None else key, **others)
+        """A text item, keyed by its content unless ``key`` is given; ``others`` are the remaining fields.
+
+        Raises:
+            ValueError: a lone surrogate, as bytes that are no UTF-8 become in a command's arguments.
+        """
+        try:
+            content = text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the text {text[:80]!r} is no UTF-8 ({error.reason}): decode it rightly") from error
+        return cls(Modality.TEXT, content, key_of(text) if key is None else key, **others)
 
     def __str__(self) -> str:
         return f"item {self.key:#018x} ({self.modality.name.lower()}, {len(self.content)} bytes)"

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from uform_kernels import maxsim
 
 from xpmir_uform.data.items import Item
 from xpmir_uform.data.segments import Segment
@@ -21,11 +20,13 @@ from xpmir_uform.model.running import (
     TokenRows,
     answers,
     as_items,
+    check_count,
     inference,
     legal_softmax,
     offers,
     rows_of,
 )
+from xpmir_uform.model.scoring import as_pairs, score_tokens
 
 
 class Inference:
@@ -119,14 +120,14 @@ class Inference:
         Raises:
             ValueError: as :meth:`encode_tokens`, or a pair names no query or document.
         """
-        query_vectors, query_offsets = self.encode_tokens(queries, batch_tokens, max_query_span)
-        vectors, offsets = self.encode_tokens(documents, batch_tokens)
-        if pairs is not None:
-            # An empty list becomes a tensor of floats.
-            pairs = torch.as_tensor(pairs, device=vectors.device, dtype=None if len(pairs) else torch.int64)
-            pairs = pairs.reshape(-1, 2)
-        with torch.no_grad():
-            return maxsim(query_vectors, query_offsets, vectors, offsets, pairs=pairs)
+        if max_query_span is not None:
+            check_count("max_query_span", max_query_span)
+        pairs = None if pairs is None else as_pairs(pairs)
+        packed = (
+            *self.encode_tokens(queries, batch_tokens, max_query_span),
+            *self.encode_tokens(documents, batch_tokens),
+        )
+        return score_tokens(*packed, pairs)
 
     def choose(
         self,
@@ -172,8 +173,8 @@ class Inference:
 
 def _keep(max_span: int | None) -> Ask:
     """Keeps the vectors of at most so many of the first tokens; None: of all."""
-    if max_span is not None and max_span < 1:
-        raise ValueError(f"max_span is {max_span}: expected at least 1, or None for all tokens")
+    if max_span is not None:
+        check_count("max_span", max_span)
     return lambda segment, number: replace(segment, kept=min(segment.tokens, max_span or segment.tokens))
 
 

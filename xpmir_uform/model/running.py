@@ -4,8 +4,9 @@ Letters: N items, n items or rows of a batch, T token vectors of all items, W wi
 items.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -30,14 +31,25 @@ Ask = Callable[[Segment, int], Segment]
 """What is asked of the segment of an item, by the number of the item."""
 
 
-def as_items(things: Sequence[str | Item]) -> list[Item]:
+def check_count(name: str, value: Any) -> None:
+    """Refuses what is no whole number of at least 1.
+
+    Raises:
+        ValueError: with the name.
+    """
+    if not isinstance(value, Integral) or int(value) < 1:
+        raise ValueError(f"{name} is {value!r}: expected a whole number, at least 1")
+
+
+def as_items(things: Iterable[str | Item]) -> list[Item]:
     """Items, and texts as items.
 
     Raises:
         ValueError: there is one text in place of a sequence of them, or something that is neither.
     """
-    if isinstance(things, str | bytes | Item):
+    if isinstance(things, str | bytes | Item) or not isinstance(things, Iterable):
         raise ValueError(f"expected a sequence of texts or items and got one {type(things).__name__}: put it in a list")
+    things = list(things)
     for place, thing in enumerate(things):
         if not isinstance(thing, str | Item):
             raise ValueError(f"number {place} is a {type(thing).__name__}: expected a text or an Item")
@@ -55,6 +67,8 @@ def offers(items: Sequence[Item], choices: bytes | Sequence[bytes] | None) -> li
     """
     if choices is None:
         choices = [item.choices for item in items]
+    if not isinstance(choices, Iterable):
+        raise ValueError(f"the choices are a {type(choices).__name__}: give one bytes for all items, or one each")
     given = [choices] * len(items) if isinstance(choices, bytes) else list(choices)
     if len(given) != len(items):
         raise ValueError(f"there are {len(given)} choices for {len(items)} items: give one bytes for all, or one each")
@@ -153,8 +167,7 @@ def answers(
     Yields:
         numbers of items, their segments, and what the model answers.
     """
-    if batch_tokens < 1:
-        raise ValueError(f"batch_tokens is {batch_tokens}: expected at least 1")
+    check_count("batch_tokens", batch_tokens)
     check_readable(items, model.shapes)
     sizes = np.array([most_tokens(item, model.shapes) for item in items], dtype=np.int64) + more
     device = next(model.parameters()).device
