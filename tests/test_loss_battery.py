@@ -242,6 +242,13 @@ def test_a_loss_is_exported_documented_and_frozen(name):
     assert inspect.getdoc(loss)
 
 
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0])
+def test_a_weight_that_is_no_factor_is_refused(name, weight):
+    with pytest.raises(ValueError, match=f"weight is {weight}, expected finite and at least 0"):
+        validate(LOSSES[name].C(weight=weight))
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [

@@ -126,6 +126,10 @@ class BatchLoss(Config, ABC):
     LIMITS: tuple[str, ...] = ()
     """The fields of the batch shape that it needs"""
 
+    def __validate__(self):
+        if not 0 <= self.weight < float("inf"):
+            raise ValueError(f"weight is {self.weight}, expected finite and at least 0")
+
     def ask(self, segment: Segment, item: Item, seed: int, step: int) -> Segment:
         """The segment of a training item with what this loss asks of the model; draws are keyed by seed, step, item."""
         return segment

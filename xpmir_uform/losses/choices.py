@@ -57,6 +57,7 @@ class ChoicesLoss(AdditiveLoss):
     STATS = ("accuracy", "asked")
 
     def __validate__(self):
+        super().__validate__()
         if self.backend not in BACKENDS:
             raise ValueError(f"backend is {self.backend!r}, expected one of {', '.join(BACKENDS)}")
 

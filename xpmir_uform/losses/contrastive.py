@@ -64,6 +64,7 @@ class ContrastiveLoss(JointLoss):
     STATS = ("attract_loss", "repel_loss", "attract_cosine", "repel_cosine")
 
     def __validate__(self):
+        super().__validate__()
         if self.backend not in BACKENDS:
             raise ValueError(f"backend is {self.backend!r}, expected one of {', '.join(BACKENDS)}")
         if not 0 <= self.ambient_weight < float("inf"):

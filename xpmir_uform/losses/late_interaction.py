@@ -163,6 +163,7 @@ class LateInteractionLoss(JointLoss):
     STATS = ("attract_similarity", "repel_similarity")
 
     def __validate__(self):
+        super().__validate__()
         if self.backend not in BACKENDS:
             raise ValueError(f"backend is {self.backend!r}, expected one of {', '.join(BACKENDS)}")
         if self.negatives == Negatives.ACROSS:

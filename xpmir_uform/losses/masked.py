@@ -110,6 +110,7 @@ class MaskedLoss(AdditiveLoss):
     STATS = (*(f"{name}_loss" for name in NAMES.values()), *(f"{name}_places" for name in NAMES.values()))
 
     def __validate__(self):
+        super().__validate__()
         for name in RATIOS:
             if not 0 <= setting(self, name) <= 1:
                 raise ValueError(f"{name} is {setting(self, name)}, expected 0 (nothing) to 1 (everything)")
