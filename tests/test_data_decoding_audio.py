@@ -1,10 +1,12 @@
 """Sound files to chunks: conformance by files of other tools and by hand, rates, lengths, and what is refused."""
 
+import errno
 import io
 import struct
 import wave
 from contextlib import suppress
 
+import av
 import numpy as np
 import pytest
 import soundfile
@@ -232,6 +234,27 @@ def test_a_header_that_understates_its_length_does_not_help(monkeypatch):
     monkeypatch.setattr(audio, "_mixed", lambda values: heard.append(values.size) or mixed(values))
     refused(bytes(whole), reason="longer than 5 seconds")
     assert sum(heard) < 6 * RATE
+
+
+@pytest.mark.parametrize("declared", [0x7FFFF000, 0x7FFFFFFF, 0xFFFFFFFF])
+@pytest.mark.parametrize("subtype", ["PCM_U8", "PCM_16", "PCM_24", "FLOAT", "ULAW"])
+def test_sounds_that_were_written_to_a_pipe_are_whole(subtype, declared):
+    """Their writer could not come back to say how long they are (sox, espeak, ffmpeg)."""
+    content = written(tone(440), 22_050, format="WAV", subtype=subtype)
+    piped, place = bytearray(content), content.index(b"data")
+    piped[4:8] = struct.pack("<I", min(declared + 36, 0xFFFFFFFF))
+    piped[place + 4 : place + 8] = struct.pack("<I", declared)
+    np.testing.assert_array_equal(opened(bytes(piped)), opened(content))
+    refused(bytes(piped), max_seconds=0.5, reason="longer than 0.5 seconds")
+
+
+def test_want_of_memory_is_no_fault_of_the_item(monkeypatch):
+    def fail(values):
+        raise av.error.MemoryError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(audio, "_mixed", fail)
+    with pytest.raises(MemoryError, match=f"item {KEY:#018x} .*lower the number of workers"):
+        opened(written(tone(440), format="WAV"))
 
 
 def test_an_hour_is_refused_at_once(monkeypatch):

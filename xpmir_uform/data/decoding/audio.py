@@ -23,6 +23,10 @@ RATE_LIMIT = 1_000_000
 HEADER_EXCESS = 1.0
 """Seconds that a header may declare beyond the limit before the samples are counted: coders add silence at the ends."""
 
+ENDLESS = 0x7FFFF000
+"""A WAV file that was written to a pipe declares at least so many bytes: its writer could not come back to its header.
+"""
+
 MOST_PLANES = 7
 """PyAV 18 counts the planes of a frame wrongly, and reads beyond them, from 8 on."""
 
@@ -81,12 +85,17 @@ def chunks(samples: np.ndarray, shape: AudioShape) -> Segment:
 
 def _read(item: Item, shape: AudioShape) -> tuple[np.ndarray, int]:
     """The mean of the channels, (S_file,) float32, and their rate."""
-    if item.content.startswith(b"OggS"):
-        # FFmpeg ends a Vorbis stream up to 128 samples too early or too late. What libsndfile does not know, such as a
-        # video's track, is left to FFmpeg.
+    if item.content.startswith(b"OggS") or _is_endless(item.content):
+        # FFmpeg ends a Vorbis stream up to 128 samples too early or too late, and calls what ends before its declared
+        # end damaged. What libsndfile does not know, such as a video's track, is left to FFmpeg.
         with suppress(soundfile.LibsndfileError):
-            return _read_ogg(item.content, shape)
+            return _read_whole(item.content, shape)
     return _read_frames(item, shape)
+
+
+def _is_endless(content: bytes) -> bool:
+    """Whether a RIFF file says no length."""
+    return content.startswith(b"RIFF") and int.from_bytes(content[4:8], "little") >= ENDLESS
 
 
 def _read_frames(item: Item, shape: AudioShape) -> tuple[np.ndarray, int]:
@@ -106,7 +115,7 @@ def _read_frames(item: Item, shape: AudioShape) -> tuple[np.ndarray, int]:
     return np.concatenate(parts), rate
 
 
-def _read_ogg(content: bytes, shape: AudioShape) -> tuple[np.ndarray, int]:
+def _read_whole(content: bytes, shape: AudioShape) -> tuple[np.ndarray, int]:
     with soundfile.SoundFile(BytesIO(content)) as file:
         most = _most_samples(_checked_rate(file.samplerate, 0), shape)
         values = file.read(most + 1, dtype="float32", always_2d=True)

@@ -56,11 +56,20 @@ def reading(item: Item, kind: str) -> Iterator[tuple[InputContainer, Any]]:
 
 @contextmanager
 def refusing(item: Item) -> Iterator[None]:
-    """Makes what is raised within, as damaged files raise nearly anything, the error that names ``item``."""
+    """Makes what is raised within, as damaged files raise nearly anything, the error that names ``item``.
+
+    Raises:
+        MemoryError: memory ran out, also where FFmpeg says so: that the item could not be read is then no fault of it,
+            and it must not be skipped.
+    """
     try:
         yield
     except UnreadableItem:
         raise
+    except MemoryError as error:
+        raise MemoryError(
+            f"memory ran out while {item} was decoded: lower the number of workers or the limits of its shape"
+        ) from error
     except _DAMAGE as error:
         raise UnreadableItem.of(item, _reason(error)) from error
 
