@@ -84,7 +84,7 @@ def vector_rows(count: int, folder: Path) -> tuple[list[list[str]], float]:
     seconds = time.perf_counter() - start
     found = 0.0
     for expansion in EXPANSIONS:
-        graph = open_graph(folder / str(count), expansion)
+        graph = open_graph(folder / str(count), count, expansion)
         numbers = graph_nearest(queries, graph, K)
         share = 0.0 if numbers is None else recall(numbers, expected)
         taken = milliseconds(lambda query, graph=graph: graph_nearest(query, graph, K), queries)

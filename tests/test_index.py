@@ -3,11 +3,13 @@
 import json
 import sys
 from io import BytesIO
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from torch.nn.functional import normalize
 
 from xpmir_uform import ImageShape, Item, Modality, PooledHead, TokenHead, UFormEncoder, save_model
@@ -132,7 +134,10 @@ def test_exact_search_is_a_stable_sort(rows, monkeypatch):
 
 
 def test_opening_an_index_reads_no_vectors(tmp_path):
-    write_shard({"pooled": torch.ones(500_000, 64, dtype=torch.float16)}, tmp_path / "s")
+    none = {name: torch.zeros(0, dtype=torch.uint8) for name in ("ids", "texts")}
+    ends = {f"{name}_offsets": torch.zeros(500_001, dtype=torch.int64) for name in none}
+    write_shard({"pooled": torch.ones(500_000, 64, dtype=torch.float16), **none, **ends}, tmp_path / "s")
+    del ends
 
     def resident():
         with open("/proc/self/statm") as file:
@@ -163,6 +168,21 @@ def test_a_graph_finds_nearly_the_same(model, index, tmp_path):
     assert len(made.search("red", 1000)) == len(TEXTS)
 
 
+def test_a_graph_that_is_cut_or_of_another_index_is_refused(model, tmp_path):
+    pytest.importorskip("usearch", reason="needs the extra 'search'")
+    folder = tmp_path / "i"
+    build_index(model, TEXTS[:9], folder, approximate=True)
+    build_index(model, TEXTS[:5], tmp_path / "other", approximate=True)
+    whole = (folder / "pooled.usearch").read_bytes()
+    for size in (0, 3, 64, len(whole) // 2, len(whole) - 1):
+        (folder / "pooled.usearch").write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"pooled\.usearch is no whole graph .*: build the index again"):
+            Index(folder, model)
+    (folder / "pooled.usearch").write_bytes((tmp_path / "other" / "pooled.usearch").read_bytes())
+    with pytest.raises(ValueError, match=r"pooled\.usearch is no graph of 9 documents: build the index again"):
+        Index(folder, model)
+
+
 def test_a_graph_without_usearch_says_what_to_install(model, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "usearch.index", None)
     with pytest.raises(ValueError, match=r"usearch is not installed: pip install 'xpmir-uform\[search\]'"):
@@ -187,6 +207,13 @@ def test_a_model_that_reads_pictures_otherwise_is_another(tmp_path):
         ([], "the collection is empty"),
         ([Document("a", "x"), Document("a", "y")], "the id 'a' occurs twice"),
         ([Document("0", "x"), 7], "number 1 is a int: expected a Document"),
+        ("red", "expected a sequence of documents and got one str: put it in a list"),
+        (Document("a", "x"), "got one Document: put it in a list"),
+        (None, "got one NoneType"),
+        (["x", Document(7, "y")], "number 1 has an id of type int and a content of type str: expected a str"),
+        (["x", Document("b", 7)], "number 1 has an id of type str and a content of type int: expected a str"),
+        (["x", Document("b", "\ud800")], "the text of document 'b' is no UTF-8"),
+        ([Document("\ud800", "x")], r"the id of document '\\ud800' is no UTF-8"),
         ([Document("i", Item(Modality.IMAGE, b"x", 0))], "no image input"),
         ([Document("i", Item(Modality.TEXT, b"\xff", 0))], "is not UTF-8"),
     ],
@@ -223,6 +250,20 @@ def test_an_embedding_that_is_not_finite_is_refused_by_id(tmp_path):
         build_index(broken, [Document("x", "one")], tmp_path / "i")
 
 
+def test_a_token_vector_that_is_not_finite_is_refused_by_id(tmp_path, monkeypatch):
+    model = build()
+    told = model.encode_both
+
+    def encode_both(*args):
+        pooled, tokens, offsets = told(*args)
+        tokens[4] = float("nan")
+        return pooled, tokens, offsets
+
+    monkeypatch.setattr(model, "encode_both", encode_both)
+    with pytest.raises(ValueError, match="a token vector of document 'y' is not finite"):
+        build_index(model, [Document("x", "one"), Document("", ""), Document("y", "two")], tmp_path / "i")
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -237,7 +278,16 @@ def test_an_embedding_that_is_not_finite_is_refused_by_id(tmp_path):
             lambda folder: (folder / "00000.safetensors").write_bytes((folder / "00000.safetensors").read_bytes()[:-9]),
             "00000.safetensors is no whole part of an index",
         ),
-        (lambda folder: count_more(folder), "holds 2 of 3 documents"),
+        (lambda folder: tell(folder, documents=3), "holds 2 of 3 documents"),
+        (lambda folder: tell(folder, shards="1"), "index.json is damaged .its fields are of other types"),
+        (lambda folder: tell(folder, model=None), "index.json is damaged .its fields are of other types"),
+        (lambda folder: (folder / "index.json").write_text('{"format": 1}'), "index.json is damaged .'model'"),
+        (lambda folder: (folder / "index.json").write_bytes(b"\xff\xfe"), "index.json is damaged"),
+        *(
+            (lambda folder, name=name: keep(folder, name), f"00000.safetensors is no whole part of an index .*{name}")
+            for name in ("pooled", "ids", "ids_offsets", "texts", "texts_offsets", "tokens", "token_offsets")
+        ),
+        (lambda folder: keep(folder, "", tokens=4), "token_offsets and tokens do not fit"),
     ],
 )
 def test_a_damaged_index_is_refused(model, tmp_path, damage, message):
@@ -247,23 +297,53 @@ def test_a_damaged_index_is_refused(model, tmp_path, damage, message):
         Index(tmp_path / "i", model)
 
 
-def count_more(folder):
+def tell(folder, **fields):
     told = json.loads((folder / "index.json").read_text())
-    (folder / "index.json").write_text(json.dumps({**told, "documents": 3}))
+    (folder / "index.json").write_text(json.dumps({**told, **fields}))
 
 
-@pytest.mark.parametrize(("k", "candidates"), [(0, None), (5, 4)])
+def keep(folder, without, **rows):
+    """Writes the shard again without one tensor, and with the first rows of others."""
+    path = folder / "00000.safetensors"
+    tensors = {name: value[: rows.get(name)].clone() for name, value in load_file(path).items() if name != without}
+    path.unlink()
+    write_shard(tensors, path)
+
+
+@pytest.mark.parametrize(("k", "candidates"), [(0, None), (5, 4), (2.5, None), ("3", None), (None, 4), (2, 3.5)])
 def test_impossible_searches_are_refused(index, k, candidates):
-    with pytest.raises(ValueError, match=rf"k is {k} and candidates \d: expected 1 <= k <= candidates"):
+    with pytest.raises(
+        ValueError, match=rf"k is {k!r} and candidates .*: expected whole numbers, 1 <= k <= candidates"
+    ):
         index.search("red", k, candidates)
+
+
+def test_queries_that_are_none_are_refused(index):
+    for query, message in [(3, "number 0 is a int"), ("\udcff", r"the text '\\udcff' is no UTF-8")]:
+        with pytest.raises(ValueError, match=message):
+            index.search(query)
+    with pytest.raises(ValueError, match="got one str: put it in a list"):
+        index.search_all("red")
+    with pytest.raises(ValueError, match="max_query_span is 0: expected a whole number"):
+        index.search("red", max_query_span=0)
+
+
+def test_more_than_there_is_and_queries_that_are_walked_once(index):
+    assert len(index.search("red", 10**30)) == len(TEXTS)
+    assert len(index.search("red", 5, 10**30)) == 5
+    assert [len(hits) for hits in index.search_all(iter(QUERIES), 2)] == [2] * len(QUERIES)
 
 
 def test_collections_in_files(tmp_path):
     (tmp_path / "a.txt").write_bytes("red apple\n\nun café\r\nlast".encode())
     assert list(read_collection(tmp_path / "a.txt")) == [("1", "red apple"), ("3", "un café"), ("4", "last")]
     lines = [{"id": "x", "text": "red"}, {"id": 7, "text": "", "more": 1}]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    assert list(read_collection(tmp_path / "a.jsonl")) == [("x", "red"), ("7", "")]
+    for name in ("a.jsonl", "A.JSONL"):
+        (tmp_path / name).write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+        assert list(read_collection(tmp_path / name)) == [("x", "red"), ("7", "")]
+    (tmp_path / "marked.txt").write_text("red\nblue", encoding="utf-8-sig")
+    assert list(read_collection(tmp_path / "marked.txt")) == [("1", "red"), ("2", "blue")]
+    assert list(read_collection(Path("/dev/null"))) == []
 
 
 @pytest.mark.parametrize(
@@ -271,6 +351,8 @@ def test_collections_in_files(tmp_path):
     [
         ("a.txt", b"fine\n\xff\n", "a.txt, line 2 is not UTF-8"),
         ("a.jsonl", b'{"id": 1, "text": "x"}\n{"id"', "a.jsonl, line 2 is not JSON"),
+        ("a.jsonl", b"[" * 200_000, "a.jsonl, line 1 is not JSON"),
+        ("a.jsonl", b'{"id": ' + b"9" * 5000 + b', "text": "x"}', "a.jsonl, line 1 is not JSON"),
         ("a.jsonl", b'{"id": 1}', "a.jsonl, line 1: expected"),
         ("a.jsonl", b'{"text": "x"}', "a.jsonl, line 1: expected"),
         ("a.jsonl", b'{"id": true, "text": "x"}', "a.jsonl, line 1: expected"),

@@ -29,5 +29,5 @@ def run(arguments: argparse.Namespace) -> int:
         if len(arguments.texts) > 1:
             print(f"# {text}")
         for hit in hits:
-            print(f"{hit.score:.4f}\t{hit.id}\t{' '.join(hit.text.split())}")
+            print(f"{hit.score:.4f}\t{' '.join(hit.id.split())}\t{' '.join(hit.text.split())}")
     return 0

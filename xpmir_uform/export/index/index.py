@@ -6,6 +6,7 @@ Letters: Q queries, D documents, k results, d embedding width.
 import json
 from collections.abc import Sequence
 from itertools import accumulate
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +20,13 @@ from xpmir_uform.data.items import Item
 from xpmir_uform.export.fingerprint import fingerprint
 from xpmir_uform.export.index.nearest import exact_nearest, graph_nearest, open_graph
 from xpmir_uform.export.index.shards import Shard, shard_path
+from xpmir_uform.model.running import as_items, check_count
 
 DESCRIPTION = "index.json"
 GRAPH = "pooled.usearch"
 FORMAT = 1
+KINDS = {"model": str, "documents": int, "shards": int}
+"""The types of what the description tells."""
 
 
 class Hit(NamedTuple):
@@ -60,11 +64,12 @@ class Index:
                 f"{folder} was built by another model (its fingerprint is {told['model'][:12]}, this model's is "
                 f"{own[:12]}): open it with that model, or build it again"
             )
-        self.shards = [Shard(shard_path(self.folder, number)) for number in range(told["shards"])]
+        tokens = model.token_projection is not None
+        self.shards = [Shard(shard_path(self.folder, number), tokens) for number in range(told["shards"])]
         self.starts = np.array([0, *accumulate(map(len, self.shards))])
         if self.starts[-1] != told["documents"]:
             raise ValueError(f"{folder} holds {self.starts[-1]} of {told['documents']} documents: build it again")
-        self.graph = open_graph(self.folder / GRAPH) if (self.folder / GRAPH).is_file() else None
+        self.graph = open_graph(self.folder / GRAPH, len(self)) if (self.folder / GRAPH).is_file() else None
 
     def __len__(self) -> int:
         """D."""
@@ -99,12 +104,15 @@ class Index:
             max_query_span: the first tokens of a query that are compared, as the model was trained; None: all.
 
         Raises:
-            ValueError: ``k`` is below 1, or ``candidates`` below ``k``.
+            ValueError: ``k`` is below 1, ``candidates`` below ``k``, or a query is nothing that the model reads.
         """
         candidates = k if candidates is None else candidates
-        if k < 1 or candidates < k:
-            raise ValueError(f"k is {k} and candidates {candidates}: expected 1 <= k <= candidates")
-        pooled, tokens = self._encode(queries, max_query_span)
+        if not isinstance(k, Integral) or not isinstance(candidates, Integral) or not 1 <= int(k) <= int(candidates):
+            raise ValueError(f"k is {k!r} and candidates {candidates!r}: expected whole numbers, 1 <= k <= candidates")
+        if max_query_span is not None:
+            check_count("max_query_span", max_query_span)
+        k, candidates = (min(int(count), len(self)) for count in (k, candidates))
+        pooled, tokens = self._encode(as_items(queries), max_query_span)
         numbers, cosines = self._nearest(pooled, candidates, exact)
         rows = zip(numbers.tolist(), cosines, tokens, strict=True)
         return [self._hits(near, cosine, vectors, k) for near, cosine, vectors in rows]
@@ -152,9 +160,13 @@ def _description(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{folder} holds no {DESCRIPTION}: expected a folder that xpmir-uform index wrote")
     try:
-        told = json.loads(path.read_text())
-        if told["format"] != FORMAT:
-            raise ValueError(f"{folder} has the format {told['format']}, expected {FORMAT}: build the index again")
-        return told
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        told = json.loads(path.read_bytes())
+        found = told["format"]
+        kinds = [type(told[name]) for name in KINDS] if found == FORMAT else []
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}): build the index again") from error
+    if found != FORMAT:
+        raise ValueError(f"{folder} has the format {found}, expected {FORMAT}: build the index again")
+    if kinds != list(KINDS.values()):
+        raise ValueError(f"{path} is damaged (its fields are of other types): build the index again")
+    return told

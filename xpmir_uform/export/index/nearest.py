@@ -80,9 +80,20 @@ def write_graph(parts: Iterable[Tensor], width: int, path: Path) -> None:
     graph.save(str(path))
 
 
-def open_graph(path: Path, expansion: int = EXPANSION) -> Any:
-    """The graph in a file, which is mapped and not read."""
-    return usearch().Index.restore(str(path), view=True, expansion_search=expansion)
+def open_graph(path: Path, count: int, expansion: int = EXPANSION) -> Any:
+    """The graph in a file, which is mapped and not read.
+
+    Raises:
+        ValueError: usearch is not installed, or the file is no whole graph of ``count`` documents.
+    """
+    module = usearch()
+    try:
+        graph = module.Index.restore(str(path), view=True, expansion_search=expansion)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"{path} is no whole graph ({error}): build the index again") from error
+    if graph is None or len(graph) != count:
+        raise ValueError(f"{path} is no graph of {count} documents: build the index again")
+    return graph
 
 
 def graph_nearest(queries: Tensor, graph: Any, k: int) -> Tensor | None:

@@ -27,7 +27,7 @@ def shard_tensors(model: Any, documents: Sequence[Document], batch_tokens: int) 
         offsets.
 
     Raises:
-        ValueError: an embedding is not finite; names the document.
+        ValueError: an embedding or a token vector is not finite; names the document.
     """
     contents = [document.content for document in documents]
     found: dict[str, Tensor] = {}
@@ -39,6 +39,10 @@ def shard_tensors(model: Any, documents: Sequence[Document], batch_tokens: int) 
     wrong = torch.nonzero(~embeddings.isfinite().all(dim=1))
     if len(wrong):
         raise ValueError(f"the embedding of document {documents[int(wrong[0])].id!r} is not finite: check the model")
+    if "tokens" in found and not found["tokens"].isfinite().all():
+        token = int(torch.nonzero(~found["tokens"].isfinite().all(dim=1))[0])
+        owner = int(torch.searchsorted(found["token_offsets"], token, right=True)) - 1
+        raise ValueError(f"a token vector of document {documents[owner].id!r} is not finite: check the model")
     found["pooled"] = normalize(embeddings.float(), dim=1).half().cpu()
     for name, strings in (("ids", [d.id for d in documents]), ("texts", [d.text for d in documents])):
         found |= _strings(name, strings)
@@ -63,18 +67,30 @@ def write_shard(tensors: dict[str, Tensor], path: Path) -> None:
     save_file(tensors, str(path))
 
 
+RUNS = {"ids_offsets": "ids", "texts_offsets": "texts", "token_offsets": "tokens"}
+"""What the offsets of a shard divide."""
+
+
 class Shard:
     """A shard on disk; only what is touched comes into memory.
+
+    Args:
+        path: of the file.
+        tokens: whether token vectors are expected.
 
     Raises:
         ValueError: the file is not a whole shard.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, tokens: bool = False) -> None:
         try:
             file = safe_open(str(path), "pt")
             self.tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             self.pooled = self.tensors["pooled"]
+            for name, data in list(RUNS.items())[: 3 if tokens else 2]:
+                offsets = self.tensors[name]
+                if len(offsets) != len(self) + 1 or int(offsets[-1]) != len(self.tensors[data]):
+                    raise SafetensorError(f"{name} and {data} do not fit")
         except (SafetensorError, OSError, KeyError) as error:
             raise ValueError(f"{path} is no whole part of an index ({error}): build the index again") from error
 
