@@ -13,7 +13,16 @@ from xpmir_uform import ByteHead, ImageShape, Item, MaskedLoss, Modality, PatchH
 from xpmir_uform.data.decoding import decode
 from xpmir_uform.data.masking import standardised
 from xpmir_uform.data.vocabulary import Slot
-from xpmir_uform.reports.reconstruction import HIDDEN, draw, pixels, readable, reconstruct, runs, write_page
+from xpmir_uform.reports.reconstruction import (
+    HIDDEN,
+    PictureReconstruction,
+    draw,
+    pixels,
+    readable,
+    reconstruct,
+    runs,
+    write_page,
+)
 
 SHAPE = {"patch_side": 4, "max_side": 16}
 
@@ -37,11 +46,32 @@ def model():
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_pixels_are_what_was_cut_into_patches(channels):
-    shape = ImageShape.C(channels=channels, **SHAPE).instance()
-    given = PIXELS if channels == 3 else PIXELS[:, :, 0]
+@pytest.mark.parametrize("patch_side", [1, 3, 4])
+def test_pixels_are_what_was_cut_into_patches(patch_side, channels):
+    """A grey patch whose number of values is a multiple of 3 is grey all the same."""
+    shape = ImageShape.C(patch_side=patch_side, max_side=16, channels=channels).instance()
+    sides = 2 * patch_side, 3 * patch_side
+    given = PIXELS[: sides[0], : sides[1]] if channels == 3 else PIXELS[: sides[0], : sides[1], 0]
     segment = decode(png(given), {Modality.IMAGE: shape})
-    assert np.array_equal(pixels(segment.values, segment.grid).squeeze(), given)
+    assert np.array_equal(pixels(segment.values, segment.grid, channels).reshape(given.shape), given)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_picture_of_one_row_or_column_of_pixels_is_shown(tmp_path, channels):
+    made = UFormEncoder.C(
+        depth=1,
+        hidden=128,
+        image=ImageShape.C(patch_side=1, max_side=4, channels=channels),
+        bytes=ByteHead.C(),
+        patches=PatchHead.C(),
+    ).instance()
+    made.initialize()
+    shown = [reconstruct(made, MaskedLoss.C().instance(), png(PIXELS[:rows, :4])) for rows in (1, 4)]
+    shown.append(reconstruct(made, MaskedLoss.C().instance(), png(PIXELS[:4, :1])))
+    write_page(tmp_path / "shown.html", shown, "Title", "")
+    pictures = re.findall(r"data:image/png;base64,([^\"]+)", (tmp_path / "shown.html").read_text())
+    sizes = [Image.open(io.BytesIO(base64.b64decode(picture))).size for picture in pictures]
+    assert sizes == [(4, 1)] * 3 + [(4, 4)] * 3 + [(1, 4)] * 3
 
 
 def test_a_picture_that_is_told_rightly_is_the_original(model, monkeypatch):
@@ -105,6 +135,14 @@ def test_drawn_as_a_picture_and_as_a_page_that_needs_nothing_else(model, tmp_pat
     if pictures:
         assert np.array_equal(np.asarray(Image.open(io.BytesIO(base64.b64decode(pictures[0])))), PIXELS)
     assert page.count("<mark>") == sum(was for one in shown[-2:] for was in marks(one))
+
+
+def test_grey_is_drawn_as_it_is(tmp_path):
+    """Not spread over black to white, each picture by itself."""
+    dim = np.tile(np.array([[[100], [140]]], np.uint8), (8, 4, 1))
+    draw(tmp_path / "shown.png", [PictureReconstruction(dim, dim, dim)], "")
+    shown = Image.open(tmp_path / "shown.png").convert("L").histogram()
+    assert min(shown[100], shown[140]) > 100 > shown[0]
 
 
 def marks(one):

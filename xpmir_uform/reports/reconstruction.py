@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import groupby
+from math import isqrt
 from pathlib import Path
 
 import numpy as np
@@ -73,11 +74,13 @@ def reconstruct(model: UFormEncoder, loss: MaskedLoss, item: Item, seed: int = 0
     asked = loss.ask(whole, item, seed, 0)
     with evaluating(model):
         outputs = model(pack([asked]).to(model.device))
-    return of_text(whole, asked, outputs) if item.modality == Modality.TEXT else of_picture(whole, asked, outputs)
+    if item.modality == Modality.TEXT:
+        return of_text(whole, asked, outputs)
+    return of_picture(whole, asked, outputs, model.image.channels)
 
 
-def of_picture(whole: Segment, asked: Segment, outputs: Outputs) -> PictureReconstruction:
-    """The reconstruction of one picture."""
+def of_picture(whole: Segment, asked: Segment, outputs: Outputs, channels: int) -> PictureReconstruction:
+    """The reconstruction of one picture of C ``channels``."""
     assert outputs.patches is not None
     places = np.zeros(0, np.int64) if asked.masked is None else asked.masked
     told = outputs.patches[Modality.IMAGE].float().cpu().numpy()
@@ -85,14 +88,13 @@ def of_picture(whole: Segment, asked: Segment, outputs: Outputs) -> PictureRecon
     hidden[places] = GREY / MIDDLE - 1
     truth = whole.values[places]
     filled[places] = told * deviation(truth) + truth.mean(axis=1, keepdims=True)
-    return PictureReconstruction(*(pixels(values, whole.grid) for values in (whole.values, hidden, filled)))
+    return PictureReconstruction(*(pixels(values, whole.grid, channels) for values in (whole.values, hidden, filled)))
 
 
-def pixels(patches: np.ndarray, grid: tuple[int, int, int]) -> np.ndarray:
+def pixels(patches: np.ndarray, grid: tuple[int, int, int], channels: int) -> np.ndarray:
     """(H, W, C) uint8 from (T, P) standardised values: what :func:`~xpmir_uform.data.decoding.image.patches` cut."""
     _, rows, columns = grid
-    channels = 3 if patches.shape[1] % 3 == 0 else 1
-    side = round((patches.shape[1] / channels) ** 0.5)
+    side = isqrt(patches.shape[1] // channels)
     tiles = patches.reshape(rows, columns, side, side, channels).swapaxes(1, 2)
     values = (tiles.reshape(rows * side, columns * side, channels) + 1) * MIDDLE
     return np.clip(np.rint(values), 0, 255).astype(np.uint8)
@@ -149,7 +151,7 @@ def _draw_pictures(figure: SubFigure, pictures: Sequence[PictureReconstruction])
         axis.set_axis_off()
     for row, one in zip(axes, pictures, strict=False):
         for axis, name in zip(row, COLUMNS, strict=True):
-            axis.imshow(getattr(one, name), cmap="grey")
+            axis.imshow(getattr(one, name), cmap="grey", vmin=0, vmax=255)
             axis.set_title(name, fontsize=8)
 
 
@@ -189,5 +191,5 @@ def write_page(path: Path, reconstructions: Sequence[Reconstruction], title: str
 def _embedded(picture: np.ndarray) -> str:
     """A PNG in base64."""
     file = io.BytesIO()
-    Image.fromarray(picture.squeeze()).save(file, "PNG")
+    Image.fromarray(picture if picture.shape[2] == 3 else picture[:, :, 0]).save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()
