@@ -31,3 +31,10 @@ def test_a_folder_that_is_not_there_is_refused(name):
 def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"holds no experimaestro\.json, expected a folder that save_model wrote"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"{}", b"[]", b"\xff"])
+def test_a_damaged_definition_is_refused_by_name(tmp_path, content):
+    (tmp_path / "experimaestro.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"experimaestro\.json (is damaged|describes no model).*: save it again"):
+        load_model(tmp_path)

@@ -1,5 +1,6 @@
 """A model's configuration and weights in one folder, in the layout of xpm-torch's model hub."""
 
+import json
 import re
 from pathlib import Path
 
@@ -25,10 +26,22 @@ def load_model(folder: str | Path) -> UFormEncoder:
     """The model in a folder that :func:`save_model` wrote (or in a repository of the hub), in evaluation mode.
 
     Raises:
-        ValueError: the folder holds no model, or the weights do not fit it.
+        ValueError: the folder holds no whole model, or the weights do not fit it.
     """
     if not Path(folder).is_dir() and not HUB_NAME.fullmatch(str(folder)):
         raise ValueError(f"there is no folder {folder}, expected one that save_model wrote")
-    if Path(folder).is_dir() and not (Path(folder) / TorchHFHub.definition_filename).is_file():
-        raise ValueError(f"{folder} holds no {TorchHFHub.definition_filename}, expected a folder that save_model wrote")
+    if Path(folder).is_dir():
+        _check_definition(Path(folder))
     return TorchHFHub.from_pretrained(str(folder)).eval()
+
+
+def _check_definition(folder: Path) -> None:
+    path = folder / TorchHFHub.definition_filename
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no {path.name}, expected a folder that save_model wrote")
+    try:
+        told = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error}): save it again") from error
+    if not told:
+        raise ValueError(f"{path} describes no model: save it again")
