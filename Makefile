@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 WORKSPACE ?= runs/workspace
 EXPERIMENT ?= experiments/quickstart/full.yaml
 
-.PHONY: help setup quickstart test lint format bench invariance kernels-compile docs clean
+.PHONY: help setup quickstart test lint format bench invariance faults kernels-compile docs clean
 
 help:
 	@echo "make quickstart       train, evaluate and show a small model"
@@ -15,6 +15,7 @@ help:
 	@echo "make lint             style, types and import layers"
 	@echo "make bench            speed and memory on this machine"
 	@echo "make invariance       vary what identifiers leave out, compare the weights"
+	@echo "make faults           inject faults of every kind into a training, look for what is lost"
 	@echo "make kernels-compile  compile the Triton kernels for real GPUs, without one"
 	@echo "make docs             build the documentation into site/"
 
@@ -61,6 +62,9 @@ bench: $(VENV)/dev
 
 invariance: $(VENV)/dev
 	$(BIN)/python benchmarks/invariance.py
+
+faults: $(VENV)/dev
+	$(BIN)/python benchmarks/faults
 
 kernels-compile: $(VENV)/dev
 	$(BIN)/python benchmarks/compile_kernels.py

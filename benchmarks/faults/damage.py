@@ -12,7 +12,7 @@ from faults.harness import Lab, Row, Trial
 from xpmir_uform.learner import manifest
 
 FILES = (*manifest.FILES, manifest.NAME)
-NEWEST = 8
+NEWEST = 10
 Damage = Callable[[Path], object]
 
 
@@ -117,11 +117,11 @@ def rows(lab: Lab) -> Iterator[Row]:
     """Each file, the folder, and all checkpoints."""
     for name in FILES:
         row = Row(f"{name} of the newest one, {len(DAMAGES)} kinds")
-        for kind in lab.spread(list(DAMAGES), 3):
+        for kind in lab.spread(list(DAMAGES), 2):
             one(lab, row, kind, lambda folder, kind=kind, name=name: DAMAGES[kind](folder / name))
         yield row
     row = Row("the folder of the newest one")
-    for kind, damage in FOLDERS.items():
+    for kind, damage in lab.spread([*FOLDERS.items()], 2):
         one(lab, row, kind, damage)
     yield row
     yield all_of_them(lab)
@@ -139,7 +139,7 @@ def one(lab: Lab, row: Row, kind: str, damage: Damage) -> None:
 def all_of_them(lab: Lab) -> Row:
     """Every checkpoint damaged: the job stops and touches nothing; with one put back, it goes on."""
     row = Row(f"a file of every one, {len(DAMAGES)} kinds")
-    for number, kind in enumerate(lab.spread(list(DAMAGES), 3)):
+    for number, kind in enumerate(lab.spread(list(DAMAGES), 2)):
         trial, name = lab.trial(NEWEST), FILES[number % len(FILES)]
         shutil.copytree(trial.checkpoints, trial.folder / "copy", symlinks=True)
         for step in (NEWEST, NEWEST - 1):

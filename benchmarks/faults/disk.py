@@ -12,7 +12,9 @@ from pathlib import Path
 from faults.harness import Lab, Row, Setup, before, inject, nothing
 from faults.injection import fail_at
 
-STEP = 9
+STEP = 11
+LOADED = 8
+"""The end of an epoch"""
 SIZE = 24 * 2**20
 CODES = {"EIO": errno.EIO, "EACCES": errno.EACCES, "ENOSPC": errno.ENOSPC}
 
@@ -27,7 +29,7 @@ def rows(lab: Lab) -> Iterator[Row]:
     # A mounted one cannot be made read-only while files on it are open.
     yield injected(lab, "a disk that becomes read-only, from an operation of a save on", errno.EROFS, STEP, True)
     for first, (name, code) in enumerate(CODES.items()):
-        yield injected(lab, f"{name} once, at an operation of a save", code, STEP, False, first)
+        yield injected(lab, f"{name} once, at an operation of a save", code, STEP, False, 2 * first)
         yield injected(lab, f"{name} from an operation of a save on", code, STEP, True)
         if name != "ENOSPC":
             yield injected(
@@ -55,7 +57,7 @@ def mounted(lab: Lab, mount: Path) -> Iterator[Row]:
     sizes = [0, 100, 4096, *(round(share * 3.0e6) for share in (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 0.9, 1.0))]
     for title, at in (("a disk full but for 0 to 3 MB, of a job that begins", 0), ("the same, inside an epoch", STEP)):
         row = Row(title)
-        for free in lab.spread(sizes, 3):
+        for free in lab.spread(sizes, 2):
             once(lab, row, mount, at, lambda free=free: fill(mount, free), lambda: (mount / "ballast").unlink())
         yield row
     row = Row("a read-only disk, of a job that begins or goes on")
@@ -97,13 +99,13 @@ def remount(mount: Path, how: str) -> None:
 
 
 def injected(lab: Lab, title: str, code: int, step: int, always: bool, first: int = 0) -> Row:
-    """An error at every third operation from ``first`` on, so that the kinds share them, or at some for good.
+    """An error at every sixth operation from ``first`` on, so that the kinds of errors share them, or at some for good.
 
     A job that begins has telemetry of two steps more than its newest checkpoint.
     """
     row = Row(title)
-    for at in lab.spread(range(first, operations(lab, step), 8 if always else 3), 4):
-        trial = lab.trial(STEP - 1, ahead=0 if step else 2)
+    for at in lab.spread(range(first, operations(lab, step), 16 if always else 6), 2):
+        trial = lab.trial(STEP - 1) if step else lab.trial(LOADED, ahead=2)
         trial.attempt(inject(trial, fail_at(at, code, always), step, reads=True))
         lab.resubmit(row, trial, f"operation {at}", silent=True)
     return row
@@ -111,12 +113,12 @@ def injected(lab: Lab, title: str, code: int, step: int, always: bool, first: in
 
 def operations(lab: Lab, step: int) -> int:
     """How many operations beginning and loading make, or a step and its save."""
-    trial = lab.trial(STEP - 1, ahead=0 if step else 2)
+    trial = lab.trial(STEP - 1) if step else lab.trial(LOADED, ahead=2)
     file = trial.folder / "count"
 
     def setup(rank: int) -> None:
         count = inject(trial, fail_at(-1, 0), step, reads=True)(rank)
-        before(step + 1 if step else STEP, lambda: file.write_text(str(len(count.seen))))(rank)
+        before(step + 1 if step else LOADED + 1, lambda: file.write_text(str(len(count.seen))))(rank)
 
     trial.attempt(setup)
     return int(file.read_text())

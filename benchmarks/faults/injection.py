@@ -45,13 +45,32 @@ class Operations:
         self.main = threading.get_ident()
         self.busy = False
         self.reads = reads
+        self.before: list[tuple[Any, str, Any]] = []
 
     def install(self) -> None:
         """From now on."""
         for name in (*CHANGES, *(READS if self.reads else ())):
-            setattr(os, name, self._wrap(name, getattr(os, name)))
-        io.open = self._open(io.open)
-        checkpoint.save_file = model_files.save_file = self._save(checkpoint.save_file)
+            self._put(os, name, self._wrap(name, getattr(os, name)))
+        self._put(io, "open", self._open(io.open))
+        for module in (checkpoint, model_files):
+            self._put(module, "save_file", self._save(module.save_file))
+
+    def remove(self) -> None:
+        """No longer."""
+        for owner, name, real in self.before:
+            setattr(owner, name, real)
+        self.before.clear()
+
+    def __enter__(self) -> "Operations":
+        self.install()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+    def _put(self, owner: Any, name: str, call: Any) -> None:
+        self.before.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, call)
 
     def tell(self, name: str, path: str) -> None:
         """An operation begins."""

@@ -58,7 +58,7 @@ def count(lab: Lab, step: int) -> int:
 def kills(lab: Lab, fault: str, step: int) -> Row:
     """One kill at each operation."""
     row = Row(fault)
-    for at in lab.spread(range(count(lab, step)), 5):
+    for at in lab.spread(range(count(lab, step)), 4):
         trial = lab.trial(0 if step == 1 else step - 1)
         trial.attempt(one_save(trial, step, at))
         lab.resubmit(row, trial, f"operation {at}")

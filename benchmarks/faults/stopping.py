@@ -9,24 +9,24 @@ from faults.injection import Act
 from faults.training import Acts
 
 TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
-STEP = 9
+STEP = 11
 SIGNALS = {"SIGTERM": (TERM,), "SIGINT": (INT,), "SIGUSR1": (USR1,), "SIGTERM twice": (TERM, TERM)}
 
 
 def rows(lab: Lab) -> Iterator[Row]:
     """Idle, in a step, while saving, while loading."""
-    for name, numbers in SIGNALS.items():
+    for name, numbers in lab.spread([*SIGNALS.items()], 2):
         row = Row(f"{name} while it begins, between steps, in a forward pass")
         for setup in (before(0, send(*numbers)), before(STEP, send(*numbers)), forward(send(*numbers))):
             once(lab, row, lambda trial, setup=setup: setup)
         yield row
-    for name, numbers in SIGNALS.items() if not lab.quick else [("SIGTERM", (TERM,)), ("SIGTERM twice", (TERM, TERM))]:
+    for name, numbers in lab.spread([*SIGNALS.items()], 2):
         row = Row(f"{name} at the operations of a save")
-        for at in lab.spread(range(0, 36, 1 if len(numbers) > 1 else 3), 4):
+        for at in lab.spread(range(0, 80, 4), 2):
             once(lab, row, lambda trial, at=at, numbers=numbers: inject(trial, signal_at(at, numbers), STEP))
         yield row
         row = Row(f"{name} at the operations of loading")
-        for at in lab.spread(range(0, 60, 3 if len(numbers) > 1 else 6), 4):
+        for at in lab.spread(range(0, 60, 5), 2):
             once(lab, row, lambda trial, at=at, numbers=numbers: inject(trial, signal_at(at, numbers), reads=True))
         yield row
 

@@ -28,7 +28,7 @@ def rows(lab: Lab) -> Iterator[Row]:
         lab.resubmit(row, trial, again=jump(seed + 100))
     yield row
     row = Row("times of files in the future, the past, in reverse")
-    for name, change in TIMES.items():
+    for name, change in lab.spread([*TIMES.items()], 1):
         trial = lab.trial(STEP)
         touch(trial.job, change)
         trial.attempt()
@@ -36,14 +36,14 @@ def rows(lab: Lab) -> Iterator[Row]:
     yield row
     for title, cases in (("stray files and folders", STRAY), ("links and locks", LINKS)):
         row = Row(title)
-        for name, change in cases.items():
+        for name, change in lab.spread([*cases.items()], 4):
             trial = lab.trial(STEP)
             change(trial)
             trial.attempt()
             row.add(trial.attempts[-1].ending.status, lab.check(trial, harmed=HARMED.get(name, frozenset())), name)
         yield row
     row = Row("telemetry that is torn, damaged, or no file")
-    for name, change in TELEMETRY.items():
+    for name, change in lab.spread([*TELEMETRY.items()], 3):
         trial = lab.trial(STEP)
         change(trial.job / "telemetry.jsonl")
         trial.attempt()
@@ -164,7 +164,7 @@ SILENT = ("a torn last line", "a damaged line", "gone", "a folder")
 def refused(lab: Lab) -> Row:
     """A file system without hard links: the best checkpoint is copied."""
     row = Row("hard links refused")
-    for code in (errno.EPERM, errno.EMLINK, errno.EXDEV):
+    for code in lab.spread((errno.EPERM, errno.EMLINK, errno.EXDEV), 1):
         trial = lab.trial(STEP)
 
         def refuse(*args, code=code, **kwargs):

@@ -65,7 +65,7 @@ def parts(path: Path) -> list[Path]:
 
 
 def _names(folder: Path) -> list[str]:
-    """What a folder holds; nothing if it does not exist. ``Path.glob`` finds nothing in one that cannot be read, too."""
+    """What a folder holds; nothing if it does not exist. ``Path.glob`` finds nothing in one it cannot read, too."""
     try:
         return os.listdir(folder)
     except FileNotFoundError:
