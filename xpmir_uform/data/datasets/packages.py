@@ -16,8 +16,8 @@ from tempfile import TemporaryDirectory
 
 from experimaestro import Meta, Param
 
-from xpmir_uform.data import draws
 from xpmir_uform.data.datasets.pairs import Pair, PairCollection
+from xpmir_uform.data.datasets.splits import shuffled
 from xpmir_uform.data.fields import default
 
 FILE = "packages.jsonl"
@@ -167,11 +167,7 @@ class PackagePairs(PairCollection):
             )
         rows = map(json.loads, data.decode("utf-8").splitlines())
         pairs = [Pair(name, short, cut(long, self.document_bytes)) for name, short, long in rows if long]
-        order = draws.permutation(self.split_seed, draws.Purpose.SPLIT, 0, len(pairs))
-        kept = order[: self.limit] if self.limit else order
-        if self.held_out >= len(kept):
-            raise ValueError(f"held_out is {self.held_out}, expected less than the {len(kept)} pairs there are")
-        return [pairs[int(number)] for number in kept]
+        return shuffled(pairs, self.split_seed, self.limit, self.held_out, "pairs")
 
     def test(self) -> list[Pair]:
         """The held-out pairs."""
