@@ -138,6 +138,15 @@ def test_each_held_out_query_asks_for_its_document(collection):
                                                                    collection.instance().test()[:3]]  # fmt: skip
 
 
+def test_a_search_problem_of_no_pair_is_refused(collection, monkeypatch):
+    with pytest.raises(ValueError, match="limit is -1, expected at least 0"):
+        validate(PairRetrieval.C(collection=collection, limit=-1))
+    problem = PairRetrieval.C(collection=collection).instance()
+    monkeypatch.setattr(type(problem.collection), "test", lambda self: [])
+    with pytest.raises(ValueError, match="the collection holds out no pair"):
+        problem.load()
+
+
 def test_a_changed_file_is_refused(collection, tmp_path):
     (tmp_path / "packages.jsonl").write_text("[]")
     found = sha256(b"[]").hexdigest()

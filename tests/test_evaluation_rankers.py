@@ -76,11 +76,35 @@ def test_bm25_ranks_by_words():
     assert found.tolist() == [[2, 0, 1], [1, 0, 2]]
 
 
+@pytest.mark.parametrize(
+    ("queries", "documents", "expected"),
+    [
+        (["", "red"], ["blue boat", "red apple"], [[0, 1], [1, 0]]),
+        (["é", "zebra"], ["blue boat", "red apple"], [[0, 1], [0, 1]]),
+        (["red"], ["", "a"], [[0, 1]]),
+        (["red"], ["", "red"], [[1, 0]]),
+    ],
+    ids=["no query", "no known word", "no word anywhere", "an empty document"],
+)
+def test_bm25_without_words_keeps_the_order(queries, documents, expected):
+    pytest.importorskip("bm25s", reason="needs the extra demo-text")
+    problem = Retrieval([*map(Item.text, queries)], [*map(Item.text, documents)], [[0]] * len(queries))
+    assert bm25_ranking(problem, 0.9, 0.4, 9).tolist() == expected
+
+
+@pytest.mark.parametrize("params", [{"k1": float("nan")}, {"k1": -1.0}, {"b": 1.5}, {"depth": 0}])
+def test_impossible_settings_of_bm25_are_refused(params):
+    with pytest.raises(ValueError, match="expected k1 finite and at least 0, b from 0 to 1, and depth at least 1"):
+        validate(LexicalEvaluation.C(retrievals={}, **params))
+
+
 def test_bm25_reads_texts_alone():
     pytest.importorskip("bm25s", reason="needs the extra demo-text")
     picture = Item(Modality.IMAGE, b"x", 1)
     with pytest.raises(ValueError, match="BM25 reads texts alone"):
         bm25_ranking(Retrieval([Item.text("a")], [picture], [[0]]), 0.9, 0.4, 1)
+    with pytest.raises(ValueError, match=r"item 0x0000000000000001 \(text, 1 bytes\) is not UTF-8"):
+        bm25_ranking(Retrieval([Item(Modality.TEXT, b"\xff", 1)], [Item.text("a")], [[0]]), 0.9, 0.4, 1)
 
 
 def test_the_lexical_evaluation_writes_what_that_of_a_model_does(tmp_path: Path):

@@ -103,8 +103,18 @@ class PairRetrieval(RetrievalSet):
     limit: Param[int] = default(0)
     """Take this many held-out pairs; 0: every one"""
 
+    def __validate__(self):
+        if self.limit < 0:
+            raise ValueError(f"limit is {self.limit}, expected at least 0; 0 takes every pair")
+
     def load(self) -> Retrieval:
-        """The held-out queries and documents."""
+        """The held-out queries and documents.
+
+        Raises:
+            ValueError: none is held out.
+        """
         pairs = self.collection.test()
+        if not pairs:
+            raise ValueError("the collection holds out no pair, which a search problem needs: let it hold out some")
         queries, documents = zip(*(pair.items() for pair in pairs[: self.limit or None]), strict=True)
         return Retrieval(list(queries), list(documents), np.arange(len(queries))[:, None].tolist())
