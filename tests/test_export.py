@@ -10,13 +10,14 @@ def config():
     return UFormEncoder.C(depth=1, hidden=128, pooled=PooledHead.C(width=8), seed=5)
 
 
-def test_a_saved_model_answers_as_before(tmp_path):
+def test_a_saved_model_answers_as_before(tmp_path, caplog):
     model = config().instance()
     model.initialize()
     model.save_model(tmp_path / "weights")
     save_model(config().loader_config(tmp_path / "weights"), tmp_path / "model")
     assert {path.name for path in (tmp_path / "model").iterdir()} >= {"experimaestro.json", "model.safetensors"}
     loaded = load_model(tmp_path / "model")
+    assert not [record for record in caplog.records if "config.json" in record.getMessage()]
     items = [Item.text("red apple"), Item.text("pomme rouge")]
     assert torch.equal(loaded.encode(items), model.encode(items))
     assert not loaded.training

@@ -384,8 +384,19 @@ def test_the_command_writes_and_searches(saved, index, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     expected = index.search("red apple", 3, 9)
     assert lines == [f"{hit.score:.4f}\t{int(hit.id) + 1}\t{hit.text}" for hit in expected]
+    assert main(["search", saved, folder, "red apple", "-k", "2", "--max-query-span", "3"]) == 0
+    cut = [f"{hit.score:.4f}\t{int(hit.id) + 1}\t{hit.text}" for hit in index.search("red apple", 2, max_query_span=3)]
+    assert capsys.readouterr().out.splitlines() == cut
     assert main(["search", saved, folder, "red", "blue", "-k", "1"]) == 0
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("#")] == ["# red", "# blue"]
+
+
+def test_the_command_writes_one_line_for_each_hit(saved, tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"id": "a\tb\nc", "text": "red\n\tapple"}))
+    assert main(["index", saved, str(tmp_path / "a.jsonl"), str(tmp_path / "i")]) == 0
+    capsys.readouterr()
+    assert main(["search", saved, str(tmp_path / "i"), "red"]) == 0
+    assert capsys.readouterr().out.split("\t")[1:] == ["a b c", "red apple\n"]
 
 
 def test_the_command_says_what_is_wrong(saved, tmp_path, capsys):

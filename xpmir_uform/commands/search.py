@@ -16,6 +16,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("texts", nargs="+", metavar="TEXT", help="what is looked for")
     parser.add_argument("-k", type=int, default=10, help="how many documents are shown (10)")
     parser.add_argument("--candidates", type=int, help="how many of the nearest are reordered (as many as are shown)")
+    parser.add_argument("--max-query-span", type=int, help="the first tokens of a text that are compared (all)")
     parser.add_argument("--exact", action="store_true", help="compare every document, although there is a graph")
 
 
@@ -24,7 +25,9 @@ def run(arguments: argparse.Namespace) -> int:
     from xpmir_uform.export.index import Index
 
     index = Index(arguments.index, load(arguments))
-    found = index.search_all(arguments.texts, arguments.k, arguments.candidates, arguments.exact)
+    found = index.search_all(
+        arguments.texts, arguments.k, arguments.candidates, arguments.exact, arguments.max_query_span
+    )
     for text, hits in zip(arguments.texts, found, strict=True):
         if len(arguments.texts) > 1:
             print(f"# {text}")

@@ -1,7 +1,10 @@
 """A model's configuration and weights in one folder, in the layout of xpm-torch's model hub."""
 
 import json
+import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from xpm_torch import ModuleLoader
@@ -32,7 +35,8 @@ def load_model(folder: str | Path) -> UFormEncoder:
         raise ValueError(f"there is no folder {folder}, expected one that save_model wrote")
     if Path(folder).is_dir():
         _check_definition(Path(folder))
-    return TorchHFHub.from_pretrained(str(folder)).eval()
+    with _quiet():
+        return TorchHFHub.from_pretrained(str(folder)).eval()
 
 
 def _check_definition(folder: Path) -> None:
@@ -45,3 +49,18 @@ def _check_definition(folder: Path) -> None:
         raise ValueError(f"{path} is damaged ({error}): save it again") from error
     if not told:
         raise ValueError(f"{path} describes no model: save it again")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leaves out the hub's warning about a ``config.json``, which models in the layout of experimaestro do without."""
+    logger = logging.getLogger("huggingface_hub.hub_mixin")
+
+    def worth(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("config.json not found")
+
+    logger.addFilter(worth)
+    try:
+        yield
+    finally:
+        logger.removeFilter(worth)
