@@ -237,6 +237,11 @@ def break_link(path):
     path.symlink_to("nowhere")
 
 
+def link_to_itself(path):
+    path.unlink()
+    path.symlink_to(path.name)
+
+
 def pickled(path):
     torch.save({"weight": torch.zeros(2)}, path)
 
@@ -256,6 +261,7 @@ DAMAGES = {
     "a tenth": flip(lambda n: n // 10, 4),
     "a folder": become_folder,
     "a broken link": break_link,
+    "a link to itself": link_to_itself,
     "a pickle": pickled,
     "deep JSON": lambda path: path.write_bytes(b"[" * 100_000),
     "huge header": lambda path: path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:]),

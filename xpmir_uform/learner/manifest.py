@@ -4,6 +4,7 @@
 changed byte of it is seen; it holds size and sha256 of every other file, so that any changed byte of theirs is.
 """
 
+import errno
 import hashlib
 import json
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ FORMAT = 1
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 FILES = (MODEL, OPTIMIZER, STATE)
 """What a checkpoint holds beside its manifest."""
+ABSENT = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
 
 
 class Damaged(ValueError):
@@ -74,7 +76,9 @@ def verify(folder: Path) -> dict[str, Any]:
     for name, expected in manifest["files"].items():
         try:
             found = describe(folder / name)
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        except OSError as error:
+            if error.errno not in ABSENT:
+                raise
             raise Damaged(f"{folder / name} is missing or no file") from error
         _compare(folder / name, found, expected)
     return manifest
@@ -99,7 +103,9 @@ def content(path: Path) -> bytes:
     """
     try:
         return path.read_bytes()
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+    except OSError as error:
+        if error.errno not in ABSENT:
+            raise
         raise Damaged(f"{path} is missing or no file") from error
 
 
