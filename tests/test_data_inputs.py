@@ -141,7 +141,7 @@ for mode, name in (
     case(f"image: {name} of mode {mode}", IMAGE, 12, picture(name, mode))
 for size, tokens in {(1, 1): 1, (1, 2000): 4, (2000, 1): 4, (3, 5): 6, (2, 2): 1, (8, 8): 16, (4000, 3000): 12}.items():
     case(f"image: {size[0]} x {size[1]}", IMAGE, tokens, picture("PNG", size=size))
-for name in ("PNG", "JPEG", "TIFF", "BMP", "WEBP", "AVIF", "JPEG2000", "QOI", "PPM"):
+for name in ("PNG", "JPEG", "TIFF", "BMP", "WEBP", "AVIF", "JPEG2000", "QOI", "PPM", "GIF", "TGA", "PCX", "SGI"):
     for part in (10, 0.5):
         whole = picture(name)
         case(f"image: {name} cut at {part}", IMAGE, ".", whole[: part if part > 1 else len(whole) // 2])
@@ -233,6 +233,9 @@ for name, (samples, outcome) in {
     case(f"audio: {name}", AUDIO, outcome, sound("WAV", samples=samples))
 for value in (np.nan, np.inf, -np.inf):
     case(f"audio: {value}", AUDIO, "NaN or infinite", sound("WAV", "FLOAT", waves() * 0 + value))
+piped = bytearray(sound("WAV"))
+piped[4:8] = piped[40:44] = b"\xff" * 4
+case("audio: WAV that was written to a pipe", AUDIO, 40, bytes(piped))
 many_pages = sound("OGG", samples=noise(64_000) / 256)
 case("audio: OGG of many pages cut at half", AUDIO, 34, many_pages[: len(many_pages) // 2])
 case("audio: far beyond full scale", AUDIO, 40, sound("WAV", "FLOAT", waves() * 1e30))
