@@ -1,11 +1,15 @@
 """Late interaction in the exact step: equal, with all gradients, to a padded einsum through one graph."""
 
 import itertools
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.functional import normalize
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from uform_kernels import Normalizers
 from uform_kernels.pair_loss.reference import form_loss
 
@@ -348,6 +352,68 @@ def test_documents_of_other_ranks_are_held_one_rank_at_a_time(rank):
     assert [tokens for _, tokens in ranks.lent] == others * 2
     assert len({place for place, _ in ranks.lent}) == 1
     assert len(meeting.room.block) == max(others)
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that the tensors made within it hold at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(found):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self.live:
+                storage = leaf.untyped_storage()
+                self.live[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.live.pop, storage._cdata)
+        self.most = max(self.most, sum(self.live.values()))
+        return found
+
+
+def test_an_ambient_step_takes_less_than_a_fifth_of_an_einsum():
+    """A quarter of the sizes of the benchmark, which measures a process; forward and backward."""
+    queries, each, spans, width = 64, 4, (32, 128), 32
+    bags = [
+        Bag((query(f"q{n}"), *(document(f"d{n}-{k}") for k in range(each))), attract=((0, 1),)) for n in range(queries)
+    ]
+    batch = Batch.of(bags)
+    kept = [spans[0], *[spans[1]] * each] * queries
+    leaf = normalize(torch.randn(sum(kept), width), dim=1).requires_grad_()
+    share = Share(batch, [range(len(batch))], [Microbatch(None, torch.arange(len(batch)))], kept=kept)
+    grouped = leaf.detach().view(queries, -1, width)
+    with Peak() as step:
+        loss = made(negatives=Negatives.AMBIENT, max_query_span=spans[0])
+        exact_step(Engine(lambda _: Answers(tokens=leaf), torch.Tensor.backward), share, [loss])
+    with Peak() as einsum:
+        documents = grouped[:, spans[0] :].reshape(-1, spans[1], width)
+        torch.einsum("qtw,dsw->qtds", grouped[:, : spans[0]], documents)
+    assert leaf.grad.abs().max() > 0
+    assert einsum.most >= queries * spans[0] * queries * each * spans[1] * leaf.element_size()
+    assert step.most < einsum.most / 5
+
+
+class Silent(Ranks):
+    """One rank of two that must not speak to the other."""
+
+    def total(self, values):
+        raise AssertionError("a sum over ranks")
+
+    broadcast = sum_at = gather = scatter_sum = total
+
+
+def test_named_documents_are_scored_without_a_word_to_other_ranks():
+    bag = Bag((query("q"), document("d"), document("e")), attract=((0, 1),), repel=((0, 2),))
+    batch = load([made()], [bag, replace(bag, items=(query("r"), document("f"), document("g")))]).batch
+    meeting = Interaction(made(), Silent(1, 2), batch, [range(3), range(3, 6)], torch.ones(6, dtype=torch.int64))
+    vectors = torch.eye(3)[[0, 0, 1]]
+    scores, failure = meeting.score(vectors, failed=False)
+    gradient, lost = meeting.gradient(torch.tensor([1.0, 2.0]))
+    assert failure is lost is None
+    assert scores.tolist() == [1.0, 0.0]
+    assert gradient.tolist() == [[1.0, 2.0, 0.0], [1.0, 0.0, 0.0], [2.0, 0.0, 0.0]]
 
 
 def test_a_named_document_on_another_rank_is_refused():
