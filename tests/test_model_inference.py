@@ -67,6 +67,17 @@ def test_answers_are_those_of_each_item_alone_in_order(model, batch_tokens):
         torch.testing.assert_close(probabilities[place], legal, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("call", ["encode", "encode_tokens", "choose"])
+def test_a_pass_has_as_many_tokens_as_are_allowed_unless_it_is_of_one_item(model, call):
+    passes = []
+    hook = model.register_forward_pre_hook(lambda _, given: passes.append(given[0]))
+    getattr(model, call)([*TEXTS, "x" * 99] * 5, *((b"yn",) if call == "choose" else ()), batch_tokens=24)
+    hook.remove()
+    assert sum(packed.items for packed in passes) == 35
+    assert max(packed.tokens + sum(packed.answers) for packed in passes if packed.items > 1) in range(12, 25)
+    assert sum(packed.items == 1 for packed in passes) <= 12
+
+
 def test_token_vectors_are_unit_and_may_be_cut(model):
     vectors, offsets = model.encode_tokens(items())
     torch.testing.assert_close(vectors.norm(dim=1), torch.ones(len(vectors)))
