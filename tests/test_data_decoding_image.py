@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from xpmir_uform.data.decoding import UnreadableItem, decode
+from xpmir_uform.data.decoding import UnreadableItem, decode, image
 from xpmir_uform.data.decoding.image import PIXEL_LIMIT, fit, open_image, patches, whole_patches
 from xpmir_uform.data.items import Item
 from xpmir_uform.data.shapes import ImageShape
@@ -246,6 +246,16 @@ def test_bombs_are_refused_before_they_are_expanded():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         refused(png_of(12000, 12000, b"\0"), reason="declares 12000 x 12000")
     refused(png_of(100_000, 100_000, b"\0"), reason="bomb")
+
+
+def test_want_of_memory_is_no_fault_of_the_item(monkeypatch):
+    def fail(picture, channels):
+        raise MemoryError
+
+    monkeypatch.setattr(image, "flatten", fail)
+    item = item_of(file_of(Image.new("RGB", (2, 2))))
+    with pytest.raises(MemoryError, match=f"item {item.key:#018x} .*lower the number of workers"):
+        open_image(item, shape_of())
 
 
 @settings(max_examples=150, deadline=None)

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from xpmir_uform.data.decoding.pixels import flatten
-from xpmir_uform.data.decoding.unreadable import UnreadableItem
+from xpmir_uform.data.decoding.unreadable import UnreadableItem, out_of_memory
 from xpmir_uform.data.items import Item
 from xpmir_uform.data.segments import Segment
 from xpmir_uform.data.shapes import ImageShape, PictureShape
@@ -55,6 +55,8 @@ def open_image(item: Item, shape: ImageShape) -> np.ndarray:
         return fit(flatten(_upright(item.content, shape), shape.channels), shape)
     except UnidentifiedImageError as error:
         raise UnreadableItem.of(item, f"it is no image of a known format ({', '.join(FORMATS)})") from error
+    except MemoryError as error:
+        raise out_of_memory(item) from error
     except _DAMAGE as error:
         raise UnreadableItem.of(item, str(error) or type(error).__name__) from error
 

@@ -15,7 +15,7 @@ from av.frame import Frame
 from av.stream import Disposition
 
 from xpmir_uform.data.decoding.image import PIXEL_LIMIT
-from xpmir_uform.data.decoding.unreadable import UnreadableItem
+from xpmir_uform.data.decoding.unreadable import UnreadableItem, out_of_memory
 from xpmir_uform.data.items import Item
 
 FORMATS = (
@@ -59,17 +59,14 @@ def refusing(item: Item) -> Iterator[None]:
     """Makes what is raised within, as damaged files raise nearly anything, the error that names ``item``.
 
     Raises:
-        MemoryError: memory ran out, also where FFmpeg says so: that the item could not be read is then no fault of it,
-            and it must not be skipped.
+        MemoryError: memory ran out, also where FFmpeg says so.
     """
     try:
         yield
     except UnreadableItem:
         raise
     except MemoryError as error:
-        raise MemoryError(
-            f"memory ran out while {item} was decoded: lower the number of workers or the limits of its shape"
-        ) from error
+        raise out_of_memory(item) from error
     except _DAMAGE as error:
         raise UnreadableItem.of(item, _reason(error)) from error
 

@@ -1,4 +1,4 @@
-"""The error of an item whose bytes cannot be decoded."""
+"""The errors of an item whose bytes cannot be decoded."""
 
 from xpmir_uform.data.items import Item
 
@@ -23,3 +23,10 @@ class UnreadableItem(ValueError):
     def of(cls, item: Item, reason: str) -> "UnreadableItem":
         """The error that ``item`` cannot be decoded for ``reason``."""
         return cls(f"cannot decode {item}: {reason}. Repair the item or leave it out.", item.key, reason)
+
+
+def out_of_memory(item: Item) -> MemoryError:
+    """The error that memory ran out while ``item`` was decoded: no fault of the item, which is not skipped for it."""
+    return MemoryError(
+        f"memory ran out while {item} was decoded: lower the number of workers or the limits of the item's shape"
+    )
