@@ -97,5 +97,5 @@ def _check(document: Document, number: int) -> None:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"the {what} of document {named!r} is no UTF-8 ({error.reason}): decode it rightly"
+                f"the {what} of document {named!r} is no UTF-8 ({error.reason}): decode its bytes as UTF-8"
             ) from error
