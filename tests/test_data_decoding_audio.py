@@ -277,6 +277,11 @@ def test_metadata_in_another_encoding_do_no_harm():
     np.testing.assert_array_equal(opened(bytes(whole)), opened(content))
 
 
+def test_the_reason_speaks_of_sounds():
+    whole = written(tone(440), format="FLAC")
+    refused(whole[: len(whole) // 2], reason=r"FFmpeg says '[^']*': it is damaged\. Repair")
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(["WAV", "FLAC", "OGG", "MP3", "AIFF", "CAF"]), st.data())
 def test_damaged_files_are_read_or_refused_by_name(name, data):

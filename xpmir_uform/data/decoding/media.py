@@ -17,6 +17,7 @@ from av.stream import Disposition
 from xpmir_uform.data.decoding.image import PIXEL_LIMIT
 from xpmir_uform.data.decoding.unreadable import UnreadableItem, out_of_memory
 from xpmir_uform.data.items import Item
+from xpmir_uform.data.vocabulary import Modality
 
 FORMATS = (
     *("mov", "matroska", "avi", "mpegts", "mpeg", "flv", "asf", "ogg", "gif", "apng"),
@@ -68,7 +69,7 @@ def refusing(item: Item) -> Iterator[None]:
     except MemoryError as error:
         raise out_of_memory(item) from error
     except _DAMAGE as error:
-        raise UnreadableItem.of(item, _reason(error)) from error
+        raise UnreadableItem.of(item, _reason(item, error)) from error
 
 
 def declared_seconds(container: InputContainer, stream: Any = None) -> float | None:
@@ -121,7 +122,8 @@ def _stream(container: InputContainer, kind: str) -> Any:
     raise ValueError(f"it has no {kind} stream")
 
 
-def _reason(error: BaseException) -> str:
+def _reason(item: Item, error: BaseException) -> str:
     if isinstance(error, av.FFmpegError):
-        return f"FFmpeg says {error.strerror!r}: it is damaged, or has frames of more than {PIXEL_LIMIT} pixels"
+        large = f", or has frames of more than {PIXEL_LIMIT} pixels" if item.modality is Modality.VIDEO else ""
+        return f"FFmpeg says {error.strerror!r}: it is damaged{large}"
     return str(error) or type(error).__name__
