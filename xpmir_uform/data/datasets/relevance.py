@@ -77,8 +77,8 @@ class Judgements(Config):
 class RelevanceBags(BagSource):
     """A bag is a training query with its document, and again with a wrong one; the targets are a teacher's answers.
 
-    In an *echo* queries stand in for the documents: the relevant one repeats the query. To compare two lines is learned
-    from echoes many steps sooner than from documents alone, where nothing but what both share tells yes from no.
+    In an *echo* queries stand in for the documents, so that the relevant one repeats the query: the plainest example of
+    two lines that belong together.
     """
 
     __xpmid__ = "uform.relevance-bags"
