@@ -50,7 +50,9 @@ class Item:
         try:
             content = text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise ValueError(f"the text {text[:80]!r} is no UTF-8 ({error.reason}): decode its bytes as UTF-8") from error
+            raise ValueError(
+                f"the text {text[:80]!r} is no UTF-8 ({error.reason}): decode its bytes as UTF-8"
+            ) from error
         return cls(Modality.TEXT, content, key_of(text) if key is None else key, **others)
 
     def __str__(self) -> str:
