@@ -2,7 +2,8 @@
 
     python benchmarks/faults [--quick] [GROUP ...]
 
-Prints a table in Markdown, and fails if anything was lost. About ten minutes on two cores (``--quick``: half a one).
+Prints a table in Markdown, and fails if anything was lost. About a quarter of an hour on two quiet cores (``--quick``:
+a minute or two).
 """
 
 import sys

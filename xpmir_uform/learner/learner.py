@@ -30,7 +30,6 @@ from xpmir_uform.learner.scaling import Optimizers
 from xpmir_uform.learner.signals import Interruptions
 from xpmir_uform.learner.together import Watchdog, any_rank, check_started, limit_waiting, together
 from xpmir_uform.trainer.loader import workers_explained
-from xpmir_uform.trainer.loader import workers_explained
 from xpmir_uform.trainer.trainer import check_heads
 
 logger = logging.getLogger(__name__)
