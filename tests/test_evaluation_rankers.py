@@ -21,7 +21,8 @@ class Letters:
     def encode(self, items):
         return torch.tensor([[item.content.count(letter) + 0.0 for letter in b"abc"] for item in items])
 
-    def score(self, queries, documents, pairs=None):
+    def score(self, queries, documents, pairs=None, max_query_span=None):
+        queries = [Item.text(query.content.decode()[:max_query_span]) for query in queries]
         table = torch.tensor([[len(set(q.content) & set(d.content)) + 0.0 for d in documents] for q in queries])
         return table if pairs is None else table[pairs[:, 0], pairs[:, 1]]
 
@@ -56,6 +57,14 @@ def test_reranking_orders_what_pooling_found_and_nothing_else(problem):
     found = Reranker.C(first=2).instance().rank(Letters(), problem, 10)
     assert found.tolist() == [[3, 0], [1, 2]]
     assert Reranker.C(first=9).instance().rank(Letters(), problem, 2).tolist() == [[3, 0], [1, 2]]
+
+
+def test_queries_are_cut_as_in_training():
+    """All documents hold the letter a; of the query "ab" only the first letter counts."""
+    problem = Retrieval([Item.text("ab")], [Item.text("ac"), Item.text("ab")], [[1]])
+    assert TokenRanker.C(max_query_span=1).instance().rank(Letters(), problem, 2).tolist() == [[0, 1]]
+    assert TokenRanker.C().instance().rank(Letters(), problem, 2).tolist() == [[1, 0]]
+    assert Reranker.C(max_query_span=1).instance().rank(Letters(), problem, 2).tolist() == [[1, 0]]
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("-inf")])

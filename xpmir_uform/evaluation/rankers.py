@@ -1,6 +1,7 @@
 """Rankers: how a model orders documents for a query.
 
-The model is known by its methods alone: ``encode(items) -> (N, d)`` and ``score(queries, documents, pairs)``.
+The model is known by its methods alone: ``encode(items) -> (N, d)`` and
+``score(queries, documents, pairs, max_query_span=...)``.
 
 Letters: Q queries, D documents, k places of a ranking.
 """
@@ -48,9 +49,13 @@ class TokenRanker(Ranker):
 
     __xpmid__ = "uform.token-ranker"
 
+    max_query_span: Param[int | None] = default()
+    """How many of a query's first tokens count, as in training; None: all"""
+
     def rank(self, model: Any, retrieval: Retrieval, depth: int) -> Tensor:
         """(Q, min(depth, D)) int64."""
-        return best_first(model.score(retrieval.queries, retrieval.documents).cpu())[:, :depth]
+        scores = model.score(retrieval.queries, retrieval.documents, max_query_span=self.max_query_span)
+        return best_first(scores.cpu())[:, :depth]
 
 
 class Reranker(Ranker):
@@ -61,6 +66,9 @@ class Reranker(Ranker):
     first: Param[int] = default(100)
     """How many documents are reranked"""
 
+    max_query_span: Param[int | None] = default()
+    """How many of a query's first tokens count, as in training; None: all"""
+
     def __validate__(self):
         if self.first < 1:
             raise ValueError(f"first is {self.first}, expected at least 1 document to rerank")
@@ -70,8 +78,8 @@ class Reranker(Ranker):
         found = pooled_ranking(model, retrieval, self.first)
         queries = torch.arange(len(found)).repeat_interleave(found.shape[1])
         pairs = torch.stack([queries, found.flatten()], dim=1)
-        scores = model.score(retrieval.queries, retrieval.documents, pairs=pairs).cpu().view(found.shape)
-        return found.gather(1, best_first(scores))[:, :depth]
+        scores = model.score(retrieval.queries, retrieval.documents, pairs, max_query_span=self.max_query_span)
+        return found.gather(1, best_first(scores.cpu().view(found.shape)))[:, :depth]
 
 
 def best_first(scores: Tensor) -> Tensor:
