@@ -37,7 +37,7 @@ quickstart: $(VENV)/run
 	$(BIN)/experimaestro run-experiment --workdir $(WORKSPACE) $(EXPERIMENT)
 
 test: $(VENV)/dev
-	$(BIN)/pytest --numprocesses auto --dist loadscope
+	$(BIN)/pytest --numprocesses auto --dist loadscope --no-loadscope-reorder
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .
