@@ -7,6 +7,7 @@ import select
 import shutil
 import signal
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from experimaestro import GracefulTimeout, TaskCancelled
+from experimaestro.notifications import xpm_tqdm
 
 from faults import checker, training
 from faults.checker import Attempt, Ending, Expected, Witness
@@ -126,6 +128,8 @@ class Trial:
         os.dup2(log, 1)
         os.dup2(log, 2)
         WatchedTrainer.seen = os.open(self.folder / "seen.jsonl", os.O_WRONLY | os.O_APPEND)
+        # The bars' own lock is shared by forked processes: one that is killed while it holds it would stop all others.
+        xpm_tqdm.set_lock(threading.RLock())
         status, message, kind = "done", "", ""
         counted: Operations | None = None
         try:
