@@ -38,6 +38,7 @@ from xpmir_uform.data.checks import validate
 from xpmir_uform.data.draws import Purpose, generator
 from xpmir_uform.learner import manifest
 from xpmir_uform.reports.curves import read_scalars
+from xpmir_uform.trainer.loader import iterate_steps
 
 EPOCHS, STEPS = 3, 4
 WORDS = ["ant", "bee", "cat", "dog", "elk", "fox", "gnu", "hen", "ibex", "jay", "koi", "lynx"]
@@ -184,9 +185,9 @@ def lose_optimizer(folder):
     save_file({name: torch.zeros_like(tensor) for name, tensor in load_file(path).items()}, path)
 
 
-def lose_position(folder):
+def lose_schedule(folder):
     state = json.loads((folder / "state.json").read_text())
-    (folder / "state.json").write_text(json.dumps({**state, "steps": state["steps"] - 1}))
+    (folder / "state.json").write_text(json.dumps({**state, "scheduler_steps": state["scheduler_steps"] - 1}))
 
 
 def flip_one_bit(folder):
@@ -199,7 +200,7 @@ def keep_all(folder):
     """The positive control: what :func:`reseal` does of itself changes nothing."""
 
 
-@pytest.mark.parametrize("change", [lose_optimizer, lose_position, flip_one_bit, keep_all])
+@pytest.mark.parametrize("change", [lose_optimizer, lose_schedule, flip_one_bit, keep_all])
 def test_negative_control_one_lost_state_differs(execute, tmp_path, whole, change):
     KillAt.steps = {6}
     with pytest.raises(Killed):
@@ -209,6 +210,21 @@ def test_negative_control_one_lost_state_differs(execute, tmp_path, whole, chang
     if change is keep_all:
         assert_same(tmp_path, whole)
         return
+    with pytest.raises(AssertionError):
+        assert_same(tmp_path, whole)
+
+
+def test_negative_control_data_one_step_behind_differ(execute, tmp_path, whole, monkeypatch):
+    """The state of the sampler is the step."""
+    KillAt.steps = {6}
+    with pytest.raises(Killed):
+        execute(config(), tmp_path)
+
+    def one_step_behind(self):
+        return iterate_steps(self.dataset, self.context.state.steps - 1, 0)
+
+    monkeypatch.setattr(UFormTrainer, "iter_batches", one_step_behind)
+    execute(config(), tmp_path)
     with pytest.raises(AssertionError):
         assert_same(tmp_path, whole)
 

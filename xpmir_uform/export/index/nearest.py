@@ -73,10 +73,13 @@ def usearch() -> Any:
 
 
 def write_graph(parts: Iterable[Tensor], width: int, path: Path) -> None:
-    """Writes a graph (HNSW, Malkov and Yashunin, 2018) over the documents (n, d) of length one, in order."""
+    """Writes a graph (HNSW, Malkov and Yashunin, 2018) over the documents (n, d) of length one, in order.
+
+    By one thread: several insert in an order of their own, and the same collection would give another graph each time.
+    """
     graph = usearch().Index(ndim=width, metric="ip", dtype="f16")
     for start, block in _blocks(parts):
-        graph.add(torch.arange(start, start + len(block)).numpy(), block.numpy())
+        graph.add(torch.arange(start, start + len(block)).numpy(), block.numpy(), threads=1)
     graph.save(str(path))
 
 
