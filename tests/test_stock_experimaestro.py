@@ -302,7 +302,7 @@ def test_every_start_shows_a_banner_without_codecarbon(failed):
 
 
 def fork(work, log: Path) -> int:
-    """The exit status of ``work`` in a process of its own; a driver that waits for ever is killed, and skips the test."""
+    """The exit status of ``work`` in a process of its own; one that waits for ever is killed, and skips the test."""
     child = os.fork()
     if child:
         descriptor = os.pidfd_open(child)
