@@ -1,17 +1,16 @@
 """Jobs as experimaestro runs them: stopped, killed, finished, run again; what its status files say."""
 
 import json
-import logging
 import os
 import shutil
 import signal
-import sys
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 from experimaestro import Constant, RunMode, experiment
 from experimaestro.run import TaskRunner
+from forks import fork
 from safetensors.torch import load_file
 from xpm_torch import Random
 from xpm_torch.trainers.context import StepTrainingHook
@@ -53,24 +52,6 @@ class Before(StepTrainingHook):
 
     def before(self, state):
         self.acts.get(state.steps, lambda: None)()
-
-
-def fork(work, log):
-    """The exit status of ``work`` in a process of its own."""
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    status = 99
-    try:
-        sys.stdout = sys.stderr = log.open("a")
-        logging.basicConfig(force=True, stream=sys.stderr)
-        work()
-        status = 0
-    except SystemExit as ended:
-        status = int(ended.code or 0)
-    finally:
-        sys.stdout.flush()
-        os._exit(status)
 
 
 def learner(seed=3, max_epochs=3, **params):

@@ -7,11 +7,9 @@ fault, its test fails here and says what may go.
 import importlib.util
 import inspect
 import json
-import logging
 import os
 import pkgutil
 import re
-import select
 import signal
 import socket
 import subprocess
@@ -31,6 +29,7 @@ from experimaestro.launcherfinder.registry import LauncherRegistry
 from experimaestro.launchers.slurm.base import SlurmJobState, SlurmLauncher
 from experimaestro.run import TaskRunner
 from experimaestro.settings import find_workspace, get_settings
+from forks import fork
 from xpm_torch import Random
 from xpm_torch.configuration import FabricConfiguration
 from xpm_torch.optim import AdamW, ParameterOptimizer
@@ -299,29 +298,6 @@ def test_every_start_shows_a_banner_without_codecarbon(failed):
 
 
 # --- Jobs
-
-
-def fork(work, log: Path) -> int:
-    """The exit status of ``work`` in a process of its own; one that waits for ever is killed, and skips the test."""
-    child = os.fork()
-    if child:
-        descriptor = os.pidfd_open(child)
-        if not select.select([descriptor], [], [], 60)[0]:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            pytest.skip("experimaestro's driver, forked from a process with threads, did not end within a minute")
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    status = 99
-    try:
-        sys.stdout = sys.stderr = log.open("a")
-        logging.basicConfig(force=True, stream=sys.stderr)
-        work()
-        status = 0
-    except SystemExit as ended:
-        status = int(ended.code or 0)
-    finally:
-        sys.stdout.flush()
-        os._exit(status)
 
 
 class Stopped(ResumableTask):
