@@ -6,13 +6,12 @@ import json
 import logging
 import os
 import signal
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from experimaestro import taskglobals
+from faults import command, damage, harness, hostile, saving, training
 from safetensors.torch import load_file, save_file
 
 from xpmir_uform.learner import shelf
@@ -21,28 +20,19 @@ from xpmir_uform.learner.files import explained
 from xpmir_uform.learner.journal import Journal, read
 from xpmir_uform.trainer.loader import iterate_steps, workers_explained
 
-BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
 GROUPS = "changes damage disk hostile lost numbers races saving stopping surroundings".split()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def importable():
-    """The package of faults."""
-    sys.path.insert(0, BENCHMARKS)
-    yield
-    sys.path.remove(BENCHMARKS)
-
-
 @pytest.fixture(scope="module")
-def lab(importable, tmp_path_factory):
+def lab(tmp_path_factory):
     environment = taskglobals.Env.instance()
     before = environment.taskpath
-    yield importlib.import_module("faults.harness").Lab(tmp_path_factory.mktemp("faults"), quick=True)
+    yield harness.Lab(tmp_path_factory.mktemp("faults"), quick=True)
     environment.taskpath = before
 
 
 def test_every_group_is_tried_here():
-    assert sorted(importlib.import_module("faults.command").GROUPS) == GROUPS
+    assert sorted(command.GROUPS) == GROUPS
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -54,14 +44,12 @@ def test_nothing_is_lost(lab, group):
 
 
 def test_kills_and_damages_are_many(lab):
-    saving, damage = (importlib.import_module(f"faults.{name}") for name in ("saving", "damage"))
     assert saving.count(lab, saving.MIDDLE) >= 16
     assert saving.KILLS >= 200
     assert len(damage.DAMAGES) >= 22
 
 
 def test_the_table_names_what_failed():
-    command, harness = (importlib.import_module(f"faults.{name}") for name in ("command", "harness"))
     row = harness.Row("a fault")
     row.add("done", [])
     row.add("stopped", ["a checkpoint is gone"], "here")
@@ -97,7 +85,7 @@ def test_control_a_state_that_is_not_whole_is_seen(lab, change, seen):
     trial = lab.trial(8)
     folder = trial.checkpoints / "step-00000008"
     change(folder)
-    importlib.import_module("faults.hostile").reseal(folder)
+    hostile.reseal(folder)
     assert trial.attempt().ending.status == "done"
     assert any(seen in text for text in lab.check(trial))
 
@@ -106,8 +94,7 @@ def test_control_another_order_of_the_data_is_seen(lab):
     trial = lab.trial(8)
 
     def one_step_back(rank):
-        trainer = importlib.import_module("faults.training").WatchedTrainer
-        trainer.iter_batches = lambda self: iterate_steps(self.dataset, self.context.state.steps - 1, 0)
+        training.WatchedTrainer.iter_batches = lambda self: iterate_steps(self.dataset, self.context.state.steps - 1, 0)
 
     assert trial.attempt(one_step_back).ending.status == "done"
     lost = lab.check(trial)

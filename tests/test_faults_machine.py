@@ -5,12 +5,10 @@ The model knows which checkpoints are there, which of them are damaged, and that
 
 import errno
 import hashlib
-import importlib
 import json
 import os
 import shutil
 import signal
-import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +16,7 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
+from faults import injection
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -27,7 +26,6 @@ from xpmir_uform.learner.context import UFormContext
 from xpmir_uform.learner.fit import Subject
 from xpmir_uform.learner.scaling import Optimizers
 
-BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
 FABRIC = L.Fabric(accelerator="cpu", devices=1)
 FILES = (*manifest.FILES, manifest.NAME)
 KEEP = 2
@@ -36,14 +34,6 @@ OPERATIONS = 110
 
 CODES = st.sampled_from([errno.EIO, errno.EACCES, errno.ENOSPC])
 AT = st.integers(0, OPERATIONS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def importable():
-    """The package of faults."""
-    sys.path.insert(0, BENCHMARKS)
-    yield
-    sys.path.remove(BENCHMARKS)
 
 
 def made(folder):
@@ -167,7 +157,6 @@ class Checkpoints(RuleBasedStateMachine):
     @rule(at=AT, code=CODES, always=st.booleans())
     def save_with_an_error(self, at, code, always):
         """The run ends if the error reaches it; the checkpoints before are as they were."""
-        injection = importlib.import_module("faults.injection")
         train(self.context, 1)
         step = self.context.steps
         try:
@@ -181,7 +170,6 @@ class Checkpoints(RuleBasedStateMachine):
     @rule(at=AT)
     def save_and_be_killed(self, at):
         """In a process of its own, which is killed or is through."""
-        injection = importlib.import_module("faults.injection")
         step = self.context.steps + 1
         child = os.fork()
         if child == 0:
@@ -237,7 +225,6 @@ class Checkpoints(RuleBasedStateMachine):
     @rule(at=AT, code=CODES, always=st.booleans())
     def load_with_an_error(self, at, code, always):
         """It goes on from the newest whole one, or says what the file system said; no whole one is touched."""
-        injection = importlib.import_module("faults.injection")
         context, newest = made(self.folder), max(self.whole)
         try:
             with injection.Operations(self.folder, injection.fail_at(at, code, always), reads=True):
@@ -282,7 +269,6 @@ class Checkpoints(RuleBasedStateMachine):
                 manifest.verify(self.path(step))
 
 
-@pytest.mark.usefixtures("importable")
 class TestCheckpoints(Checkpoints.TestCase):
     """Many orders of events."""
 
