@@ -15,14 +15,11 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def load(arguments: argparse.Namespace):
     """The model that was asked for, on its device."""
-    import torch
-
+    from xpmir_uform.evaluation.devices import device_of
     from xpmir_uform.export.pretrained import load_model
 
-    automatic = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(automatic if arguments.device == "auto" else arguments.device)
-        return load_model(arguments.model).to(device)
+        return load_model(arguments.model).to(device_of(arguments.device))
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"the model cannot run on {arguments.device}: {error}") from error
 

@@ -18,6 +18,7 @@ from xpm_torch import Module
 from xpmir_uform.data.choices import ChoiceSet
 from xpmir_uform.data.fields import default
 from xpmir_uform.data.items import Item
+from xpmir_uform.evaluation.devices import device_of
 
 BINS = 10
 
@@ -101,8 +102,7 @@ class ChoicesEvaluation(Task):
     def execute(self) -> None:
         """Writes the results."""
         self.model.initialize()
-        automatic = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model.to(automatic if self.device == "auto" else self.device)
+        self.model.to(device_of(self.device))
         found = {name: self.evaluate(problem) for name, problem in self.problems.items()}
         self.resultspath.write_text(json.dumps(found))
 

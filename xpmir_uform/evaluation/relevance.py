@@ -21,6 +21,7 @@ from xpmir_uform.data.datasets.pairs import Pair, PairCollection
 from xpmir_uform.data.datasets.relevance import Judgements, questions, wrong_documents
 from xpmir_uform.data.fields import default
 from xpmir_uform.evaluation.choices import results, truth_of
+from xpmir_uform.evaluation.devices import device_of
 
 
 def calibrate(right: np.ndarray, wrong: np.ndarray) -> tuple[float, float]:
@@ -86,8 +87,7 @@ class RelevanceScoring(Task):
     def execute(self) -> None:
         """Writes the answers, and how right they are."""
         self.model.initialize()
-        automatic = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model.to(automatic if self.device == "auto" else self.device)
+        self.model.to(device_of(self.device))
         train, test = self.collection.train(), self.collection.test()
         others = wrong_documents(train, self.others)
         known, echoes = self.scores(train, others, "document"), self.scores(train, others, "query")

@@ -17,6 +17,7 @@ from xpm_torch.trainers.context import TrainerContext, TrainState
 
 from xpmir_uform.data.fields import default
 from xpmir_uform.data.retrieval import Retrieval, RetrievalSet
+from xpmir_uform.evaluation.devices import device_of
 from xpmir_uform.evaluation.measures import MEASURES, chance, measure
 from xpmir_uform.evaluation.rankers import Ranker, pooled_ranking
 
@@ -139,8 +140,7 @@ class RetrievalEvaluation(Task):
     def execute(self) -> None:
         """Writes the results."""
         self.model.initialize()
-        automatic = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model.to(automatic if self.device == "auto" else self.device)
+        self.model.to(device_of(self.device))
         results = {
             name: self.evaluate(name)
             for name in tqdm(iter(self.retrievals), total=len(self.retrievals), desc="Evaluating")

@@ -33,6 +33,11 @@ from xpmir_uform.trainer.watch import Watch
 logger = logging.getLogger(__name__)
 
 
+def name_of(value: Any) -> str:
+    """How a message names the class of a configuration or of an instance of it."""
+    return type(value).__qualname__.partition(".")[0]
+
+
 def check_heads(losses: Sequence[BatchLoss], model: Any) -> None:
     """Refuses losses that need a head which the model lacks.
 
@@ -45,8 +50,9 @@ def check_heads(losses: Sequence[BatchLoss], model: Any) -> None:
     for loss in losses:
         for head in loss.HEADS:
             if getattr(model, head, True) is None:
-                name = type(loss).__qualname__.partition(".")[0]
-                raise ValueError(f"{name} needs the head {head!r} and the model has none: give the model {head}=...")
+                raise ValueError(
+                    f"{name_of(loss)} needs the head {head!r} and the model has none: give the model {head}=..."
+                )
 
 
 def limits_of(losses: Sequence[BatchLoss]) -> dict[str, int]:
@@ -67,15 +73,14 @@ def check_limits(losses: Sequence[BatchLoss], batcher: Any) -> None:
     for loss in losses:
         for limit in loss.LIMITS:
             if not getattr(shape, limit, 0):
-                name = type(loss).__qualname__.partition(".")[0]
                 raise ValueError(
-                    f"{name} needs the limit {limit!r} and the batcher has none: give the trainer "
+                    f"{name_of(loss)} needs the limit {limit!r} and the batcher has none: give the trainer "
                     f"batcher=UFormBatcher.C(shape=BatchShape.C({limit}=...))"
                 )
     bounded = limits_of(losses)
     if bounded and not isinstance(batcher, UFormBatcher):
         raise ValueError(
-            f"the losses bound {', '.join(bounded)} of a microbatch and {type(batcher).__qualname__.partition('.')[0]} "
+            f"the losses bound {', '.join(bounded)} of a microbatch and {name_of(batcher)} "
             "honours no such limit: give the trainer batcher=UFormBatcher.C()"
         )
 
