@@ -83,6 +83,13 @@ def test_programs_run_without_this_package(model, folder, tmp_path):
         np.testing.assert_allclose(found[name], model.encode(things).numpy(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("text", ["a" * 3000, "no" * 1000])
+def test_a_long_uniform_text_is_no_less_exact(model, folder, text):
+    program = torch.export.load(folder / "text.pt2").module()
+    found = program(torch.tensor([list(text.encode())]), torch.tensor([len(text)]))
+    torch.testing.assert_close(found, model.encode([text]), rtol=1e-5, atol=2e-6)
+
+
 def padded(values, most):
     filled = np.full((most, values.shape[1]), 7.0, np.float32)
     filled[: len(values)] = values

@@ -31,6 +31,12 @@ def test_means_in_half_precision_are_formed_in_single():
     assert mean_of_items(large, torch.tensor([10])).isfinite().all()
 
 
+@pytest.mark.parametrize("value", [0.1, -3.3])
+def test_the_mean_of_many_equal_states_is_that_state(value):
+    states = torch.full((30_000, 1), value)
+    assert mean_of_items(states, torch.tensor([29_999, 1])).tolist() == states[:2].tolist()
+
+
 def test_embeddings_are_projected_means():
     pooling = Pooling(128, width=24, groups=3).double()
     states = torch.randn(5, 128, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -84,7 +84,7 @@ class PaddedEncoder(nn.Module):
         cosine, sine = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for block in self.blocks:
             x = attended(block, x, cosine, sine, shown)
-        states = torch.where(shown.unsqueeze(-1), self.norm(x), 0).to(self.frequencies.dtype)
+        states = torch.where(shown.unsqueeze(-1), self.norm(x), 0).to(torch.float64)
         mean = states.sum(dim=1) / shown.sum(dim=1, keepdim=True)
         return self.projection(mean.to(x.dtype))
 

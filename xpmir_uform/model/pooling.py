@@ -10,14 +10,16 @@ from torch import Tensor, nn
 
 
 def mean_of_items(states: Tensor, lengths: Tensor) -> Tensor:
-    """(N, H) means of the states (T, H) of each item, formed in float32 or wider.
+    """(N, H) means of the states (T, H) of each item, summed in float64.
+
+    In float32 the states of a long text of one repeated byte, which are all alike, add up with a relative error that
+    grows with their number (1e-4 of 20,000).
 
     Args:
         states: in item order.
         lengths: (N,) int64, at least 1 each, with the sum T.
     """
-    wide = states.to(torch.promote_types(states.dtype, torch.float32))
-    return torch.segment_reduce(wide, "mean", lengths=lengths, unsafe=True).to(states.dtype)
+    return torch.segment_reduce(states.double(), "mean", lengths=lengths, unsafe=True).to(states.dtype)
 
 
 def check_head(width: int, groups: int, inverse_temperature: float, max_inverse_temperature: float) -> None:
