@@ -86,6 +86,12 @@ def test_hits_are_counted_among_legal_bytes_alone():
     choices = torch.tensor([3, 4, 3, 4, 7], dtype=torch.uint8)
     targets = torch.tensor([0.9, 0.1, 0.9, 0.1, 1.0])
     assert hits(logits, choices, torch.tensor([0, 2, 4, 4, 5]), targets).item() == 2
+    # Of t bytes that are equally likely, one is picked with probability 1 / t; any of equal targets is right.
+    alike, four = torch.zeros(3, 256), torch.tensor([7, 8, 9, 3, 4, 1, 2], dtype=torch.uint8)
+    wanted = torch.tensor([0.2, 0.5, 0.3, 1.0, 0.0, 0.5, 0.5])
+    assert hits(alike, four, torch.tensor([0, 3, 5, 7]), wanted).item() == pytest.approx(1 / 3 + 1 / 2 + 1)
+    assert hits(torch.full_like(alike, -INF), four, torch.tensor([0, 3, 5, 7]), wanted).item() == pytest.approx(11 / 6)
+    assert hits(torch.full_like(alike, math.nan), four, torch.tensor([0, 3, 5, 7]), wanted).item() == 0
     assert hits(logits[:0], choices[:0], torch.tensor([0]), targets[:0]).item() == 0
 
 

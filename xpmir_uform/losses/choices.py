@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from experimaestro import Meta
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from uform_kernels import choice_loss
 
 from xpmir_uform.data.fields import default
@@ -19,7 +18,9 @@ from xpmir_uform.losses.base import BACKENDS, AdditiveLoss, Answers, LossValue
 
 
 def hits(logits: Tensor, choices: Tensor, offsets: Tensor, targets: Tensor) -> Tensor:
-    """0-d int64: the slots whose likeliest legal byte is their likeliest target, the first of equals in either.
+    """0-d float64: the slots whose likeliest legal byte is their likeliest target.
+
+    One of t equally likely bytes is picked with probability 1 / t, so that logits that are all alike hit by chance.
 
     Args:
         logits: (S, 256) float.
@@ -29,14 +30,18 @@ def hits(logits: Tensor, choices: Tensor, offsets: Tensor, targets: Tensor) -> T
     """
     lengths = offsets.diff()
     rows = torch.repeat_interleave(torch.arange(len(lengths), device=logits.device), lengths)
-    sizes = lengths[lengths > 0].tolist()
-    if not sizes:
-        return lengths.new_zeros(())
-    told, wanted = (
-        pad_sequence(values.split(sizes), batch_first=True, padding_value=-torch.inf).argmax(dim=1)
-        for values in (logits[rows, choices.long()], targets)
+    told, wanted = (_largest(values, rows, len(lengths)) for values in (logits[rows, choices.long()], targets))
+    picked, right = (
+        torch.zeros(len(lengths), dtype=torch.float64, device=rows.device).index_add(0, rows, found.double())
+        for found in (told, told & wanted)
     )
-    return (told == wanted).sum()
+    return (right / picked.clamp(min=1)).sum()
+
+
+def _largest(values: Tensor, rows: Tensor, count: int) -> Tensor:
+    """(C,) bool: which of some values (C,) reaches the largest of its row."""
+    most = values.new_full((count,), -torch.inf).scatter_reduce(0, rows, values, "amax")
+    return values == most[rows]
 
 
 class ChoicesLoss(AdditiveLoss):
