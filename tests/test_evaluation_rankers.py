@@ -1,16 +1,33 @@
 """Rankers and the lexical baseline, on problems worked out by hand."""
 
 import json
+import random
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from experimaestro.xpmutils import DirectoryContext
 
-from xpmir_uform import Item, LexicalEvaluation, Modality, PooledRanker, Reranker, Retrieval, RetrievalSet, TokenRanker
+from xpmir_uform import (
+    Item,
+    LexicalEvaluation,
+    Modality,
+    PooledHead,
+    PooledRanker,
+    Reranker,
+    Retrieval,
+    RetrievalEvaluation,
+    RetrievalSet,
+    TokenHead,
+    TokenRanker,
+    UFormEncoder,
+)
 from xpmir_uform.data.checks import validate
-from xpmir_uform.evaluation.lexical import bm25_ranking
-from xpmir_uform.evaluation.rankers import best_first
+from xpmir_uform.evaluation.lexical import bm25_ranking, words
+from xpmir_uform.evaluation.measures import Counts, chance
+from xpmir_uform.evaluation.retrieval import evaluate
+from xpmir_uform.evaluation.search import UNRANKED, Order
 
 DOCUMENTS = ["a b", "b b", "c", "a"]
 
@@ -38,39 +55,133 @@ class Sentences(RetrievalSet):
 
 
 @pytest.fixture
-def problem():
-    return Retrieval([Item.text("a"), Item.text("bc")], [*map(Item.text, DOCUMENTS)], [[3], [0]])
+def order():
+    return Order.of(Retrieval([Item.text("a"), Item.text("bc")], [*map(Item.text, DOCUMENTS)], [[3], [0]]))
 
 
-def test_pooled_ranking_is_by_cosine(problem):
-    found = PooledRanker.C().instance().rank(Letters(), problem, 3)
-    assert found.tolist() == [[3, 0, 1], [1, 2, 0]]
+def rank(ranker, model, order, depth):
+    return ranker.instance().rank(model, order, depth).best.tolist()
 
 
-def test_token_ranking_is_by_score_and_keeps_the_order_of_equals(problem):
-    found = TokenRanker.C().instance().rank(Letters(), problem, 4)
-    # The space of "a b" is no letter of a query.
-    assert found.tolist() == [[0, 3, 1, 2], [0, 1, 2, 3]]
+def test_pooled_ranking_is_by_cosine(order):
+    """The query "a" is a document too, and relevant; "bc" is as near to "b b" as to "c"."""
+    found = rank(PooledRanker.C(), Letters(), order, 3)
+    assert found[0][:2] == [3, 0]
+    assert {*found[1][:2]} == {1, 2}
+    assert found[1][2] == 0
 
 
-def test_reranking_orders_what_pooling_found_and_nothing_else(problem):
-    found = Reranker.C(first=2).instance().rank(Letters(), problem, 10)
-    assert found.tolist() == [[3, 0], [1, 2]]
-    assert Reranker.C(first=9).instance().rank(Letters(), problem, 2).tolist() == [[3, 0], [1, 2]]
+def test_token_ranking_is_by_score(order):
+    """The space of "a b" is no letter of a query; the letters that count twice are the same."""
+    found = rank(TokenRanker.C(), Letters(), order, 4)
+    assert [{*found[0][:2]}, {*found[0][2:]}] == [{0, 3}, {1, 2}]
+    assert [{*found[1][:3]}, found[1][3]] == [{0, 1, 2}, 3]
+
+
+def test_reranking_orders_what_pooling_found_and_nothing_else(order):
+    best, listed = Reranker.C(first=2).instance().rank(Letters(), order, 10)
+    assert [*map(sorted, best.tolist())] == [[0, 3], [1, 2]]
+    assert [*map(sorted, listed.tolist())] == [[0, 3], [1, 2]]
+    assert rank(Reranker.C(first=9), Letters(), order, 2) == rank(TokenRanker.C(), Letters(), order, 2)
 
 
 def test_queries_are_cut_as_in_training():
     """All documents hold the letter a; of the query "ab" only the first letter counts."""
-    problem = Retrieval([Item.text("ab")], [Item.text("ac"), Item.text("ab")], [[1]])
-    assert TokenRanker.C(max_query_span=1).instance().rank(Letters(), problem, 2).tolist() == [[0, 1]]
-    assert TokenRanker.C().instance().rank(Letters(), problem, 2).tolist() == [[1, 0]]
-    assert Reranker.C(max_query_span=1).instance().rank(Letters(), problem, 2).tolist() == [[1, 0]]
+    order = Order.of(Retrieval([Item.text("ab")], [Item.text("ac"), Item.text("abb")], [[1]]))
+    cut = [rank(ranker(max_query_span=1), Letters(), order, 2) for ranker in (TokenRanker.C, Reranker.C)]
+    whole = [rank(ranker(), Letters(), order, 2) for ranker in (TokenRanker.C, Reranker.C)]
+    assert whole == [[[1, 0]], [[1, 0]]]
+    assert cut == [order.best_first(slice(0, 1), torch.ones(1, 2), 2).tolist()] * 2
 
 
-@pytest.mark.parametrize("wrong", [float("nan"), float("-inf")])
-def test_scores_that_are_not_finite_are_refused(wrong):
-    with pytest.raises(ValueError, match="query 0 and document 1 is not finite"):
-        best_first(torch.tensor([[0.0, wrong]]))
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_scores_that_are_not_finite_are_refused(order, wrong):
+    scores = torch.tensor([[0.0, 0.0, 0.0, 0.0], [0.0, wrong, 0.0, 0.0]])
+    with pytest.raises(ValueError, match=r"the score of query item .* 2 bytes\) and document item .* 3 bytes\) is"):
+        order.best_first(slice(0, 2), scores, 1)
+
+
+def listed(queries, documents):
+    """A problem in which each query, a number, asks for the documents that end as it does."""
+    relevant = [[n for n, other in enumerate(documents) if other % 10 == query % 10] for query in queries]
+    return Retrieval(*([Item.text(f"number {n}") for n in some] for some in (queries, documents)), relevant)
+
+
+@pytest.fixture(scope="module")
+def encoders():
+    """A tiny model by the name of its precision, and one all of whose weights are zero."""
+    made = {}
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16), ("zero", torch.float32)):
+        config = UFormEncoder.C(depth=1, hidden=128, pooled=PooledHead.C(width=16), tokens=TokenHead.C(width=16))
+        made[name] = config.instance()
+        made[name].initialize()
+        made[name].to(dtype)
+    with torch.no_grad():
+        for parameter in made["zero"].parameters():
+            parameter.zero_()
+    return made
+
+
+RANKERS = {"pooled": PooledRanker.C(), "tokens": TokenRanker.C(), "reranked": Reranker.C(first=20)}
+
+
+@pytest.mark.parametrize("name", RANKERS)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_order_of_a_data_set_changes_no_measure_bit_for_bit(encoders, name, precision):
+    """Queries and documents reversed and shuffled: the same measures, chance and documents of each query."""
+    queries, documents = list(range(100, 130)), list(range(200, 260))
+    rank = partial(RANKERS[name].instance().rank, encoders[precision])
+    one = evaluate(listed(queries, documents), rank, 5)
+    draw = random.Random(5)
+    for shuffle in (list.reverse, draw.shuffle):
+        shuffle(queries)
+        shuffle(documents)
+        other = evaluate(listed(queries, documents), rank, 5)
+        assert {**other, "nearest": None} == {**one, "nearest": None}
+        named = {query: [documents[n] for n in row] for query, row in zip(queries, other["nearest"], strict=True)}
+        assert named == {n: [200 + m for m in row] for n, row in zip(range(100, 130), one["nearest"], strict=True)}
+
+
+@pytest.mark.parametrize("name", RANKERS)
+def test_a_model_of_zeros_finds_what_chance_finds(encoders, name):
+    """Each of 100 queries asks for the document that is listed first, which an order by position would find."""
+    problem = listed([*range(0, 1000, 10)], [*range(2000, 2060)])
+    problem = Retrieval(problem.queries, problem.documents, [[0]] * 100)
+    found = evaluate(problem, partial(RANKERS[name].instance().rank, encoders["zero"]), 5)
+    # The first relevant rank of 60 has a mean reciprocal of 0.078 and a deviation of 0.15.
+    assert found["measures"]["MRR"] == pytest.approx(found["chance"]["MRR"], abs=5 * 0.15 / 10)
+
+
+def test_chance_of_a_reranking_is_that_of_the_documents_that_were_reranked(encoders):
+    """Of 60 documents 20 are reordered: chance is the mean over their orders, not over those of all."""
+    problem = listed([*range(100, 130)], [*range(200, 260)])
+    found = evaluate(problem, partial(RANKERS["reranked"].instance().rank, encoders["float32"]), 20)
+    inside = [
+        sum(number in right for number in row) for row, right in zip(found["nearest"], problem.relevant, strict=True)
+    ]
+    assert found["chance"] == chance([Counts(20, count, 6) for count in inside], 1000)
+    assert found["chance"]["R@10"] == pytest.approx(sum(inside) / 6 / 30 / 2)
+
+
+def test_equal_documents_and_queries_count_once():
+    """Letters are embedded ideally: whichever of equal documents a query names, it is found first."""
+    documents = ["a", "b", "a", "c", "b"]
+    problem = Retrieval([*map(Item.text, ["aa", "bb", "cc", "aa"])], [*map(Item.text, documents)], [[2], [1], [3], [0]])
+    found = evaluate(problem, partial(PooledRanker.C().instance().rank, Letters()), 5)
+    assert set(found["measures"].values()) == {1.0}
+    assert (found["queries"], found["documents"]) == (3, 3)
+    assert [row[0] for row in found["nearest"]] == [0, 1, 3, 0]
+
+
+def test_chance_is_known_before_anything_is_encoded(monkeypatch):
+    """Counts that would fail do so at once."""
+
+    def fail(*_):
+        raise OverflowError("too large")
+
+    monkeypatch.setattr("xpmir_uform.evaluation.retrieval.chance", fail)
+    with pytest.raises(OverflowError):
+        evaluate(listed([1], [11, 12]), lambda order, depth: pytest.fail("ranked"), 5)
 
 
 def test_a_reranker_of_nothing_is_refused():
@@ -78,27 +189,75 @@ def test_a_reranker_of_nothing_is_refused():
         validate(Reranker.C(first=0))
 
 
+def bm25(problem, depth=9):
+    pytest.importorskip("bm25s", reason="needs the extra demo-text")
+    order = Order.of(problem)
+    return [[n for n in row if n != UNRANKED] for row in bm25_ranking(order, 0.9, 0.4, depth).best.tolist()]
+
+
 def test_bm25_ranks_by_words():
     """ "red" stands once in document 0 and twice in the equally long document 2; "blue" and "sky" in document 1."""
-    pytest.importorskip("bm25s", reason="needs the extra demo-text")
-    found = bm25_ranking(Sentences.C().instance().load(), k1=0.9, b=0.4, depth=3)
-    assert found.tolist() == [[2, 0, 1], [1, 0, 2]]
+    assert bm25(Sentences.C().instance().load()) == [[2, 0], [1]]
 
 
 @pytest.mark.parametrize(
     ("queries", "documents", "expected"),
     [
-        (["", "red"], ["blue boat", "red apple"], [[0, 1], [1, 0]]),
-        (["é", "zebra"], ["blue boat", "red apple"], [[0, 1], [0, 1]]),
-        (["red"], ["", "a"], [[0, 1]]),
-        (["red"], ["", "red"], [[1, 0]]),
+        (["", "red"], ["blue boat", "red apple"], [[], [1]]),
+        (["é", "zebra"], ["blue boat", "red apple"], [[], []]),
+        (["red"], ["", "!"], [[]]),
+        (["red"], ["", "red one"], [[1]]),
     ],
     ids=["no query", "no known word", "no word anywhere", "an empty document"],
 )
-def test_bm25_without_words_keeps_the_order(queries, documents, expected):
-    pytest.importorskip("bm25s", reason="needs the extra demo-text")
+def test_bm25_finds_nothing_without_a_word(queries, documents, expected):
     problem = Retrieval([*map(Item.text, queries)], [*map(Item.text, documents)], [[0]] * len(queries))
-    assert bm25_ranking(problem, 0.9, 0.4, 9).tolist() == expected
+    assert bm25(problem) == expected
+    found = evaluate(problem, lambda order, depth: bm25_ranking(order, 0.9, 0.4, depth), 5)
+    assert found["measures"]["MRR"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Red apples, x86-64: can't!", ["red", "apples", "x86", "64", "can't"]),
+        ("हिन्दी में", ["हिन्दी", "में"]),
+        ("தமிழ் மொழி", ["தமிழ்", "மொழி"]),
+        ("শব্দকোষ", ["শব্দকোষ"]),
+        ("cafe\u0301 CAFÉ", ["café", "café"]),
+        ("STRASSE straße", ["strasse", "strasse"]),
+        ("我喜欢 apple", ["我", "喜", "欢", "apple"]),
+        ("カタカナ", ["カタカナ"]),
+        ("ไทย", ["ไ", "ท", "ย"]),
+        ("한국어 단어", ["한국어", "단어"]),
+        ("ﬁne 🍎 --", ["fine"]),
+    ],
+)
+def test_words_are_parted_as_unicode_says(text, expected):
+    pytest.importorskip("regex", reason="needs the extra demo-text")
+    assert words(text) == expected
+
+
+@pytest.mark.parametrize("text", ["मेरी बिल्ली", "猫が好き", "แมวของฉัน", "私の猫"])
+def test_bm25_finds_words_of_any_script(text):
+    texts = ["नमस्ते दुनिया", "犬だけ", "สุนัข", text, "a dog"]
+    problem = Retrieval([Item.text(f"{text}!")], [*map(Item.text, texts)], [[3]])
+    assert bm25(problem)[0][0] == 3
+
+
+def test_bm25_does_not_know_where_a_document_is_listed():
+    """40 documents hold the one word of the query alike; the relevant one is listed first, then last."""
+    documents = [Item.text(f"red {n}") for n in range(40)]
+    for queries in (["red", "the red"], ["red one red", "red apple"]):
+        problems = [
+            Retrieval([*map(Item.text, queries)], documents[::step], [[place]] * 2)
+            for step, place in ((1, 0), (-1, 39))
+        ]
+        one, other = (
+            evaluate(problem, lambda order, depth: bm25_ranking(order, 0.9, 0.4, depth), 40) for problem in problems
+        )
+        assert one["measures"] == other["measures"]
+        assert [[39 - n for n in row] for row in other["nearest"]] == one["nearest"]
 
 
 @pytest.mark.parametrize("params", [{"k1": float("nan")}, {"k1": -1.0}, {"b": 1.5}, {"depth": 0}])
@@ -111,9 +270,9 @@ def test_bm25_reads_texts_alone():
     pytest.importorskip("bm25s", reason="needs the extra demo-text")
     picture = Item(Modality.IMAGE, b"x", 1)
     with pytest.raises(ValueError, match="BM25 reads texts alone"):
-        bm25_ranking(Retrieval([Item.text("a")], [picture], [[0]]), 0.9, 0.4, 1)
+        bm25(Retrieval([Item.text("a")], [picture], [[0]]))
     with pytest.raises(ValueError, match=r"item 0x0000000000000001 \(text, 1 bytes\) is not UTF-8"):
-        bm25_ranking(Retrieval([Item(Modality.TEXT, b"\xff", 1)], [Item.text("a")], [[0]]), 0.9, 0.4, 1)
+        bm25(Retrieval([Item(Modality.TEXT, b"\xff", 1)], [Item.text("a")], [[0]]))
 
 
 def test_the_lexical_evaluation_writes_what_that_of_a_model_does(tmp_path: Path):
@@ -121,7 +280,35 @@ def test_the_lexical_evaluation_writes_what_that_of_a_model_does(tmp_path: Path)
     task = LexicalEvaluation.C(retrievals={"words": Sentences.C()}).instance(context=DirectoryContext(tmp_path))
     task.execute()
     found = json.loads(task.resultspath.read_text())["words"]
-    assert found["nearest"] == [[2, 0, 1], [1, 0, 2]]
+    assert found["nearest"] == [[2, 0], [1]]
     assert (found["queries"], found["documents"]) == (2, 3)
     assert found["measures"]["MRR@10"] == pytest.approx((1 / 2 + 1) / 2)
     assert found["chance"]["R@1"] == pytest.approx(1 / 3)
+
+
+class Unreadable(RetrievalSet):
+    """A document that no model reads."""
+
+    __xpmid__ = "test.unreadable"
+
+    def load(self):
+        return Retrieval([Item.text("a")], [Item(Modality.IMAGE, b"no picture", 1)], [[0]])
+
+
+def test_one_problem_that_fails_costs_none_of_the_others(tmp_path: Path):
+    problems = {"first": Sentences.C(), "bad": Unreadable.C(), "last": Sentences.C()}
+    tasks = [LexicalEvaluation.C(retrievals=problems)]
+    tasks.append(
+        RetrievalEvaluation.C(
+            model=UFormEncoder.C(depth=1, hidden=128, pooled=PooledHead.C(width=16)), retrievals=problems
+        )
+    )
+    for task, why in zip(tasks, ("BM25 reads texts alone", "image"), strict=True):
+        if isinstance(task, LexicalEvaluation):
+            pytest.importorskip("bm25s", reason="needs the extra demo-text")
+        task = task.instance(context=DirectoryContext(tmp_path))
+        with pytest.raises(RuntimeError, match=rf"1 of 3 problems failed.*'bad': ValueError: .*{why}"):
+            task.execute()
+        found = json.loads(task.resultspath.read_text())
+        assert [*found] == ["first", "last"]
+        assert found["first"] == found["last"]

@@ -221,6 +221,10 @@ def test_measures_are_those_worked_out_by_hand():
     assert accuracy(PROBABILITIES, TRUTH) == 0.75
     assert brier(PROBABILITIES, TRUTH) == pytest.approx(2 * (0.01 + 0.36 + 0.04 + 0.09) / 4)
     assert majority(TRUTH) == {"accuracy": 0.5, "brier": 0.5}
+    # The first of equals would be right for half of these, and the last for the others.
+    assert accuracy(np.full((4, 2), 0.5), TRUTH) == 0.5
+    assert accuracy(np.array([[0.4, 0.4, 0.2], [0.4, 0.4, 0.2]]), np.eye(3)[[0, 2]]) == 0.25
+    assert accuracy(np.full((3, 3), 1 / 3), np.eye(3)[[0, 0, 0]]) == pytest.approx(1 / 3)
     assert majority(np.eye(3)[[0, 0, 1, 2]]) == {"accuracy": 0.5, "brier": pytest.approx(1 - 0.25 - 2 / 16)}
 
 
@@ -268,6 +272,17 @@ def test_an_evaluation_writes_what_the_model_chooses(execute, tmp_path):
     found = json.loads(Path(task.resultspath).read_text())["fruits"]
     told = torch.stack(task.model.choose(["apple", "stone"], b"yn")).double().numpy()
     assert found == results(told, np.eye(2))
+
+
+def test_probabilities_and_scores_that_are_not_finite_are_refused_by_name(execute, tmp_path, pairs, monkeypatch):
+    model = UFormEncoder.C(depth=1, hidden=128, bytes=ByteHead.C(), tokens=TokenHead.C(width=8))
+    nan = torch.tensor(float("nan"))
+    monkeypatch.setattr("xpmir_uform.model.inference.legal_softmax", lambda logits, choices: nan.expand(4))
+    with pytest.raises(RuntimeError, match=r"'fruits': ValueError: the probabilities of item 0x\w+ \(text, 5 bytes\)"):
+        execute(ChoicesEvaluation.C(model=model, problems={"fruits": Fruits.C()}), tmp_path / "choices")
+    monkeypatch.setattr("xpmir_uform.model.inference.score_tokens", lambda *_: nan.expand(1000))
+    with pytest.raises(ValueError, match=r"the score of '.*' and '.*' is not finite"):
+        execute(RelevanceScoring.C(model=model, collection=pairs), tmp_path / "relevance")
 
 
 def test_scoring_without_wrong_documents_is_refused(pairs):

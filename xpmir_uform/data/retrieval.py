@@ -3,12 +3,19 @@
 Letters: Q queries, D documents.
 """
 
+import logging
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 from experimaestro import Config
 
+from xpmir_uform.data.duplicates import hash_things
 from xpmir_uform.data.items import Item
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,53 @@ class Retrieval:
                 raise ValueError(f"query {query}: relevant is {numbers}, expected at least one document, each once")
             if not all(0 <= number < len(self.documents) for number in numbers):
                 raise ValueError(f"query {query}: relevant is {numbers}, expected numbers below {len(self.documents)}")
+
+    def distinct(self) -> "Distinct":
+        """The same problem, each thing once: relevance is a matter of content, as attraction is in training.
+
+        Items of one modality with equal bytes are one query or one document, and what is relevant to any of equal
+        queries is relevant to the one. The order follows from the contents, so that what is computed in it does not
+        depend on the order in which a data set lists them. What is merged is logged.
+        """
+        queries, query_numbers = _things(self.queries)
+        documents, document_numbers = _things(self.documents)
+        for name, firsts, items in (("queries", queries, self.queries), ("documents", documents, self.documents)):
+            if len(firsts) < len(items):
+                logger.warning("%d of %d %s repeat another and are merged", len(items) - len(firsts), len(items), name)
+        relevant: list[set[int]] = [set() for _ in queries]
+        for query, numbers in zip(query_numbers, self.relevant, strict=True):
+            relevant[query].update(document_numbers[numbers].tolist())
+        problem = Retrieval(
+            [self.queries[first] for first in queries],
+            [self.documents[first] for first in documents],
+            [sorted(numbers) for numbers in relevant],
+        )
+        return Distinct(problem, query_numbers, documents)
+
+
+class Distinct(NamedTuple):
+    """A search problem of which each thing is listed once.
+
+    Args:
+        problem: Q' distinct queries and D' distinct documents.
+        queries: (Q,) int64, the number in ``problem`` of each query that was given.
+        documents: (D',) int64, the number that each document of ``problem`` was given under: the first of its equals.
+    """
+
+    problem: Retrieval
+    queries: np.ndarray
+    documents: np.ndarray
+
+
+def hash_items(items: Sequence[Item]) -> np.ndarray:
+    """(N, 2) int64, equal where two items are the same thing; see :func:`~xpmir_uform.data.duplicates.hash_things`."""
+    return hash_things((item.modality for item in items), (item.content for item in items))
+
+
+def _things(items: Sequence[Item]) -> tuple[np.ndarray, np.ndarray]:
+    """(U,) int64 the first item of each thing, in the order of their hashes, and (N,) the thing of each item."""
+    _, firsts, numbers = np.unique(hash_items(items), axis=0, return_index=True, return_inverse=True)
+    return firsts, numbers.reshape(-1)
 
 
 class RetrievalSet(Config, ABC):

@@ -5,27 +5,28 @@ The model is known by its method ``choose(items) -> probabilities`` alone.
 Letters: N items, K choices of each, B bins.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import torch
-from experimaestro import Meta, Param, Task, pathgenerator
+from experimaestro import Constant, Meta, Param, Task, pathgenerator
 from xpm_torch import Module
 
 from xpmir_uform.data.choices import ChoiceSet
 from xpmir_uform.data.fields import default
 from xpmir_uform.data.items import Item
 from xpmir_uform.evaluation.devices import device_of
+from xpmir_uform.evaluation.results import write_each
 
 BINS = 10
 
 
 def accuracy(probabilities: np.ndarray, truth: np.ndarray) -> float:
-    """The share of items whose likeliest choice, the first of equals, is the right one; both (N, K)."""
-    return float((probabilities.argmax(1) == truth.argmax(1)).mean())
+    """The share of items whose likeliest choice is the right one, one of t equals by 1 / t of a hit; both (N, K)."""
+    told, right = (table == table.max(1, keepdims=True) for table in (probabilities, truth))
+    return float(((told & right).sum(1) / told.sum(1)).mean())
 
 
 def brier(probabilities: np.ndarray, truth: np.ndarray) -> float:
@@ -99,15 +100,20 @@ class ChoicesEvaluation(Task):
     resultspath: Annotated[Path, pathgenerator("results.json")]
     """By problem: accuracy, Brier score, those of the best constant answers, and the reliability curve"""
 
+    version: Constant[int] = 2
+    """Of the rules of its measures"""
+
     def execute(self) -> None:
         """Writes the results."""
         self.model.initialize()
         self.model.to(device_of(self.device))
-        found = {name: self.evaluate(problem) for name, problem in self.problems.items()}
-        self.resultspath.write_text(json.dumps(found))
+        write_each(self.resultspath, self.problems, self.evaluate)
 
-    def evaluate(self, problem: ChoiceSet) -> dict[str, Any]:
+    def evaluate(self, name: str) -> dict[str, Any]:
         """The results of one problem."""
-        items = problem.load()
+        items = self.problems[name].load()
         rows = torch.stack(self.model.choose(items))
+        wrong = torch.nonzero(~rows.isfinite().all(dim=1))
+        if len(wrong):
+            raise ValueError(f"the probabilities of {items[int(wrong[0])]} are not finite, expected finite ones")
         return results(rows.double().cpu().numpy(), truth_of(items))

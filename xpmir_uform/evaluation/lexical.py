@@ -1,42 +1,54 @@
 """BM25: what words alone find, to stand beside trained models."""
 
-import json
+import unicodedata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
-from experimaestro import Param, Task, pathgenerator
+from experimaestro import Constant, Param, Task, pathgenerator
 
 from xpmir_uform.data.fields import default
 from xpmir_uform.data.items import Item
-from xpmir_uform.data.retrieval import Retrieval, RetrievalSet
+from xpmir_uform.data.retrieval import RetrievalSet
 from xpmir_uform.data.vocabulary import Modality
-from xpmir_uform.evaluation.retrieval import DEPTH, results
+from xpmir_uform.evaluation.results import write_each
+from xpmir_uform.evaluation.retrieval import evaluate
+from xpmir_uform.evaluation.search import Order, Ranking
 
 
-def bm25_ranking(retrieval: Retrieval, k1: float, b: float, depth: int) -> torch.Tensor:
-    """(Q, min(depth, D)) int64: documents by BM25 (Robertson and Zaragoza, 2009), by the library bm25s.
+def words(text: str) -> list[str]:
+    """The words of a text, normalised (NFKC) and case-folded: what Unicode's word boundaries (UAX #29) part.
 
-    Words are lower-case runs of at least two letters or digits; none is left out or stemmed. A query or a document
-    without a word scores zero.
+    Only what holds a letter or a digit is a word. Ideographs, and letters of scripts without spaces such as Thai, are
+    words of their own.
+    """
+    import regex
+
+    parts = regex.split(r"(?V1w)\b", unicodedata.normalize("NFKC", text).casefold())
+    return [part for part in parts if regex.search(r"[\p{L}\p{N}]", part)]
+
+
+def bm25_ranking(order: Order, k1: float, b: float, depth: int) -> Ranking:
+    """(Q, min(depth, D)) documents by BM25 (Robertson and Zaragoza, 2009), by the library bm25s.
+
+    No word is left out or stemmed; see :func:`words`. A document without a word of the query is not ranked.
 
     Raises:
         ValueError: an item is no text.
     """
     import bm25s
 
-    queries, documents = (
-        bm25s.tokenize([_text(item) for item in items], stopwords=None, return_ids=False, show_progress=False)
-        for items in (retrieval.queries, retrieval.documents)
-    )
-    scores = torch.zeros(len(queries), len(documents))
+    problem = order.problem
+    queries, documents = ([words(_text(item)) for item in items] for items in (problem.queries, problem.documents))
+    scores = torch.full((len(queries), len(documents)), -torch.inf)
     if any(documents):
         index = bm25s.BM25(k1=k1, b=b)
         index.index(documents, show_progress=False)
-        for row, words in zip(scores, queries, strict=True):
-            if words:
-                row.copy_(torch.from_numpy(index.get_scores(words)))
-    return torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :depth]
+        for row, query in zip(scores, queries, strict=True):
+            if query:
+                found = torch.from_numpy(index.get_scores(query))
+                row.copy_(found.masked_fill(found == 0, -torch.inf))
+    return Ranking(torch.cat([order.best_first(rows, scores[rows], depth) for rows in order.blocks()]))
 
 
 def _text(item: Item) -> str:
@@ -68,6 +80,9 @@ class LexicalEvaluation(Task):
     resultspath: Annotated[Path, pathgenerator("results.json")]
     """By problem: the measures, those of chance, and each query's first documents"""
 
+    version: Constant[int] = 2
+    """Of the rules by which words are found and documents ordered and measured"""
+
     def __validate__(self):
         if not 0 <= self.k1 < float("inf") or not 0 <= self.b <= 1 or self.depth < 1:
             given = f"k1 is {self.k1}, b {self.b} and depth {self.depth}"
@@ -75,8 +90,9 @@ class LexicalEvaluation(Task):
 
     def execute(self) -> None:
         """Writes the results."""
-        found = {}
-        for name, problem in self.retrievals.items():
-            retrieval = problem.load()
-            found[name] = results(bm25_ranking(retrieval, self.k1, self.b, DEPTH), retrieval, self.depth)
-        self.resultspath.write_text(json.dumps(found))
+        write_each(self.resultspath, self.retrievals, self.evaluate)
+
+    def evaluate(self, name: str) -> dict[str, Any]:
+        """The results of one problem."""
+        retrieval = self.retrievals[name].load()
+        return evaluate(retrieval, lambda order, depth: bm25_ranking(order, self.k1, self.b, depth), self.depth)

@@ -11,17 +11,15 @@ from typing import Any
 
 import torch
 from experimaestro import Config, Param
-from torch import Tensor
 
 from xpmir_uform.data.fields import default
-from xpmir_uform.data.retrieval import Retrieval
-from xpmir_uform.evaluation.search import cosine_search
+from xpmir_uform.evaluation.search import UNRANKED, Order, Ranking, cosine_search
 
 
-def pooled_ranking(model: Any, retrieval: Retrieval, depth: int) -> Tensor:
-    """(Q, min(depth, D)) int64: the nearest documents by the cosine of pooled embeddings."""
-    queries, documents = model.encode(retrieval.queries), model.encode(retrieval.documents)
-    return cosine_search(queries, documents, depth).cpu()
+def pooled_ranking(model: Any, order: Order, depth: int) -> Ranking:
+    """(Q, min(depth, D)): the nearest documents by the cosine of pooled embeddings."""
+    queries, documents = model.encode(order.problem.queries), model.encode(order.problem.documents)
+    return Ranking(cosine_search(queries, documents, order, depth))
 
 
 class Ranker(Config, ABC):
@@ -30,8 +28,8 @@ class Ranker(Config, ABC):
     __xpmid__ = "uform.ranker"
 
     @abstractmethod
-    def rank(self, model: Any, retrieval: Retrieval, depth: int) -> Tensor:
-        """(Q, k) int64 document numbers, best first; equals keep the documents' order; k is at most ``depth``."""
+    def rank(self, model: Any, order: Order, depth: int) -> Ranking:
+        """At most ``depth`` documents of each query of ``order.problem``."""
 
 
 class PooledRanker(Ranker):
@@ -39,9 +37,9 @@ class PooledRanker(Ranker):
 
     __xpmid__ = "uform.pooled-ranker"
 
-    def rank(self, model: Any, retrieval: Retrieval, depth: int) -> Tensor:
-        """(Q, min(depth, D)) int64."""
-        return pooled_ranking(model, retrieval, depth)
+    def rank(self, model: Any, order: Order, depth: int) -> Ranking:
+        """(Q, min(depth, D))."""
+        return pooled_ranking(model, order, depth)
 
 
 class TokenRanker(Ranker):
@@ -52,10 +50,11 @@ class TokenRanker(Ranker):
     max_query_span: Param[int | None] = default()
     """How many of a query's first tokens count, as in training; None: all"""
 
-    def rank(self, model: Any, retrieval: Retrieval, depth: int) -> Tensor:
-        """(Q, min(depth, D)) int64."""
-        scores = model.score(retrieval.queries, retrieval.documents, max_query_span=self.max_query_span)
-        return best_first(scores.cpu())[:, :depth]
+    def rank(self, model: Any, order: Order, depth: int) -> Ranking:
+        """(Q, min(depth, D))."""
+        problem = order.problem
+        scores = model.score(problem.queries, problem.documents, max_query_span=self.max_query_span)
+        return Ranking(torch.cat([order.best_first(rows, scores[rows], depth) for rows in order.blocks()]))
 
 
 class Reranker(Ranker):
@@ -73,23 +72,11 @@ class Reranker(Ranker):
         if self.first < 1:
             raise ValueError(f"first is {self.first}, expected at least 1 document to rerank")
 
-    def rank(self, model: Any, retrieval: Retrieval, depth: int) -> Tensor:
-        """(Q, min(first, depth, D)) int64."""
-        found = pooled_ranking(model, retrieval, self.first)
-        queries = torch.arange(len(found)).repeat_interleave(found.shape[1])
-        pairs = torch.stack([queries, found.flatten()], dim=1)
-        scores = model.score(retrieval.queries, retrieval.documents, pairs, max_query_span=self.max_query_span)
-        return found.gather(1, best_first(scores.cpu().view(found.shape)))[:, :depth]
-
-
-def best_first(scores: Tensor) -> Tensor:
-    """(Q, D) int64: the order of each row from the highest score; equals keep their order.
-
-    Raises:
-        ValueError: a score is not finite.
-    """
-    wrong = torch.nonzero(~scores.isfinite())
-    if len(wrong):
-        query, document = wrong[0].tolist()
-        raise ValueError(f"the score of query {query} and document {document} is not finite, expected finite ones")
-    return torch.sort(scores, dim=1, descending=True, stable=True).indices
+    def rank(self, model: Any, order: Order, depth: int) -> Ranking:
+        """(Q, min(first, depth, D)), and the documents that were reranked."""
+        problem, found = order.problem, pooled_ranking(model, order, self.first).best
+        listed = found != UNRANKED
+        pairs = torch.stack([torch.nonzero(listed)[:, 0], found[listed]], dim=1)
+        given = model.score(problem.queries, problem.documents, pairs, max_query_span=self.max_query_span).cpu()
+        scores = torch.zeros(found.shape, dtype=given.dtype).masked_scatter(listed, given)
+        return Ranking(order.best_first(slice(0, len(found)), scores, depth, found), found)

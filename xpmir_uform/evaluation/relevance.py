@@ -11,7 +11,7 @@ from typing import Annotated
 
 import numpy as np
 import torch
-from experimaestro import Meta, Param, Task, pathgenerator
+from experimaestro import Constant, Meta, Param, Task, pathgenerator
 from safetensors.numpy import save_file
 from scipy.optimize import minimize
 from scipy.special import expit
@@ -76,6 +76,9 @@ class RelevanceScoring(Task):
     resultspath: Annotated[Path, pathgenerator("results.json")]
     """As of ``ChoicesEvaluation``, of the held-out pairs; the slope and the intercept"""
 
+    version: Constant[int] = 2
+    """Of the rules of its measures"""
+
     def __validate__(self):
         if self.others < 1:
             raise ValueError(f"others is {self.others}, expected at least 1 wrong document")
@@ -107,4 +110,9 @@ class RelevanceScoring(Task):
         listed = np.stack([np.repeat(np.arange(len(pairs)), columns.shape[1]), columns.ravel()], axis=1)
         queries, documents = ([getattr(pair, name) for pair in pairs] for name in ("query", field))
         found = self.model.score(queries, documents, pairs=torch.from_numpy(listed))
+        wrong = torch.nonzero(~found.isfinite())
+        if len(wrong):
+            query, document = listed[int(wrong[0])]
+            told = f"{queries[query][:80]!r} and {documents[document][:80]!r}"
+            raise ValueError(f"the score of {told} is not finite, expected finite ones")
         return found.double().cpu().numpy().reshape(columns.shape)

@@ -5,12 +5,12 @@ The model is known by its methods alone: ``encode(items) -> (N, d)`` and ``save_
 
 import json
 import logging
-import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
-from experimaestro import Meta, Param, Task, pathgenerator, tqdm
+from experimaestro import Constant, Meta, Param, Task, pathgenerator
 from xpm_torch import Module
 from xpm_torch.learner import Learner, LearnerListener, LearnerListenerStatus
 from xpm_torch.trainers.context import TrainerContext, TrainState
@@ -18,22 +18,35 @@ from xpm_torch.trainers.context import TrainerContext, TrainState
 from xpmir_uform.data.fields import default
 from xpmir_uform.data.retrieval import Retrieval, RetrievalSet
 from xpmir_uform.evaluation.devices import device_of
-from xpmir_uform.evaluation.measures import MEASURES, chance, measure
+from xpmir_uform.evaluation.measures import MEASURES, chance, counts_of, measure
 from xpmir_uform.evaluation.rankers import Ranker, pooled_ranking
+from xpmir_uform.evaluation.results import write_each, write_json
+from xpmir_uform.evaluation.search import UNRANKED, Order, Ranking
 
 logger = logging.getLogger(__name__)
 
 DEPTH = 1000
 
 
-def results(ranking: torch.Tensor, retrieval: Retrieval, depth: int) -> dict[str, Any]:
-    """What is recorded of a ranking: its measures, those of chance, and the first ``depth`` documents of each query."""
+def evaluate(retrieval: Retrieval, rank: Callable[[Order, int], Ranking], depth: int) -> dict[str, Any]:
+    """What is recorded of a search problem: its measures, those of chance, and each query's first documents.
+
+    Args:
+        retrieval: as it is loaded; measured is each thing once.
+        rank: puts at most so many documents of each query in order.
+        depth: documents that are recorded of each query that was given, by the numbers that they were given under.
+    """
+    problem, queries, documents = retrieval.distinct()
+    order = Order.of(problem)
+    random = chance(counts_of(order), DEPTH)
+    best, listed = rank(order, DEPTH)
+    rows = [[int(documents[number]) for number in row if number != UNRANKED] for row in best[:, :depth].tolist()]
     return {
-        "measures": measure(ranking, retrieval.relevant),
-        "chance": chance(len(retrieval.documents), retrieval.relevant, DEPTH),
-        "queries": len(retrieval.queries),
-        "documents": len(retrieval.documents),
-        "nearest": ranking[:, :depth].tolist(),
+        "measures": measure(best, problem.relevant),
+        "chance": random if listed is None else chance(counts_of(order, listed), DEPTH),
+        "queries": len(problem.queries),
+        "documents": len(problem.documents),
+        "nearest": [rows[number] for number in queries],
     }
 
 
@@ -61,6 +74,9 @@ class RetrievalValidation(LearnerListener):
     historypath: Annotated[Path, pathgenerator("history.json")]
     """The measures of every validation, by epoch"""
 
+    version: Constant[int] = 2
+    """Of the rules by which documents are ordered and measured"""
+
     def __validate__(self):
         if self.measure not in MEASURES:
             raise ValueError(f"measure is {self.measure!r}, expected one of {', '.join(MEASURES)}")
@@ -70,7 +86,7 @@ class RetrievalValidation(LearnerListener):
     def initialize(self, learner: Learner, context: TrainerContext) -> None:
         """Loads what is searched and what earlier runs of this task measured."""
         super().initialize(learner, context)
-        self.loaded = self.retrieval.load()
+        self.order = Order.of(self.retrieval.load().distinct().problem)
         self.historypath.parent.mkdir(parents=True, exist_ok=True)
         self.history: dict[str, dict[str, float]] = {}
         if self.historypath.exists():
@@ -97,7 +113,7 @@ class RetrievalValidation(LearnerListener):
     def validate(self, state: TrainState) -> None:
         """Measures, logs, keeps the weights if they are the best so far, and then records the epoch."""
         model = getattr(state.model, "_original_module", state.model)
-        values = measure(pooled_ranking(model, self.loaded, DEPTH), self.loaded.relevant)
+        values = measure(pooled_ranking(model, self.order, DEPTH).best, self.order.problem.relevant)
         logger.info("epoch %d, %s: %s", state.epoch, self.id, values)
         for name, value in values.items():
             self.context.metrics_logger.log_scalar(f"{self.id}/{name}", value, state.step)
@@ -105,9 +121,7 @@ class RetrievalValidation(LearnerListener):
         if all(values[self.measure] > value for value in earlier):
             self.context.copy(self.bestpath)
         self.history[str(state.epoch)] = values
-        part = self.historypath.with_suffix(".part")
-        part.write_text(json.dumps(self.history, indent=1))
-        os.replace(part, self.historypath)
+        write_json(self.historypath, self.history, indent=1)
 
 
 class RetrievalEvaluation(Task):
@@ -137,18 +151,16 @@ class RetrievalEvaluation(Task):
     resultspath: Annotated[Path, pathgenerator("results.json")]
     """By problem: the measures, those of chance, and each query's nearest documents"""
 
+    version: Constant[int] = 2
+    """Of the rules by which documents are ordered and measured"""
+
     def execute(self) -> None:
         """Writes the results."""
         self.model.initialize()
         self.model.to(device_of(self.device))
-        results = {
-            name: self.evaluate(name)
-            for name in tqdm(iter(self.retrievals), total=len(self.retrievals), desc="Evaluating")
-        }
-        self.resultspath.write_text(json.dumps(results))
+        write_each(self.resultspath, self.retrievals, self.evaluate)
 
     def evaluate(self, name: str) -> dict[str, Any]:
         """The results of one problem."""
-        retrieval = self.retrievals[name].load()
         rank = self.ranker.rank if self.ranker else pooled_ranking
-        return results(rank(self.model, retrieval, DEPTH), retrieval, self.depth)
+        return evaluate(self.retrievals[name].load(), partial(rank, self.model), self.depth)

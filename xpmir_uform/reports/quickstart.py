@@ -52,13 +52,17 @@ def results_table(before: dict[str, Any], after: dict[str, Any]) -> str:
 
 def examples(collection: EmojiCollection, nearest: list[list[int]]) -> list[Found]:
     """Five keyed queries by English name with their five nearest pictures."""
-    emoji = collection.test()
+    emoji, language = collection.test(), collection.languages[0]
+    # Relevance is by content: one name may be that of several pictures, and one picture that of several emoji.
+    pictures: dict[str, set[bytes]] = {}
+    for one in emoji:
+        pictures.setdefault(one.names[language], set()).add(one.picture)
     chosen = np.sort(draws.permutation(0, draws.Purpose.SPLIT, 1, len(emoji))[:EXAMPLES]).tolist()
     return [
         Found(
-            emoji[query].names[collection.languages[0]],
+            emoji[query].names[language],
             [emoji[number].picture for number in nearest[query][:EXAMPLES]],
-            [number == query for number in nearest[query][:EXAMPLES]],
+            [emoji[number].picture in pictures[emoji[query].names[language]] for number in nearest[query][:EXAMPLES]],
         )
         for query in chosen
     ]
