@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 from uform_kernels import maxsim
 
 from xpmir_uform.data.items import Item
+from xpmir_uform.evaluation.search import unit
 from xpmir_uform.export.fingerprint import fingerprint
 from xpmir_uform.export.index.nearest import exact_nearest, graph_nearest, open_graph
 from xpmir_uform.export.index.shards import Shard, shard_path
@@ -120,9 +120,9 @@ class Index:
     def _encode(self, queries: Sequence[str | Item], span: int | None) -> tuple[Tensor, Sequence[Tensor | None]]:
         """(Q, d) float32 of length one; and the token vectors of each query, float32, if the model has a token head."""
         if self.model.token_projection is None:
-            return normalize(self.model.encode(queries).float().cpu(), dim=1), [None] * len(queries)
+            return unit(self.model.encode(queries)).float().cpu(), [None] * len(queries)
         pooled, tokens, offsets = self.model.encode_both(queries, max_span=span)
-        return normalize(pooled.float().cpu(), dim=1), tokens.float().cpu().split(offsets.diff().tolist())
+        return unit(pooled).float().cpu(), tokens.float().cpu().split(offsets.diff().tolist())
 
     def _hits(self, near: Sequence[int], cosines: Tensor, query: Tensor | None, k: int) -> list[Hit]:
         """The best k of some documents, of equals the nearer first."""

@@ -13,8 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn.functional import normalize
 
+from xpmir_uform.evaluation.search import unit
 from xpmir_uform.export.index.collection import Document
 
 
@@ -43,7 +43,7 @@ def shard_tensors(model: Any, documents: Sequence[Document], batch_tokens: int) 
         token = int(torch.nonzero(~found["tokens"].isfinite().all(dim=1))[0])
         owner = int(torch.searchsorted(found["token_offsets"], token, right=True)) - 1
         raise ValueError(f"a token vector of document {documents[owner].id!r} is not finite: check the model")
-    found["pooled"] = normalize(embeddings.float(), dim=1).half().cpu()
+    found["pooled"] = unit(embeddings).half().cpu()
     for name, strings in (("ids", [d.id for d in documents]), ("texts", [d.text for d in documents])):
         found |= _strings(name, strings)
     return found
