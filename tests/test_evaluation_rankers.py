@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from experimaestro import TaskCancelled
 from experimaestro.xpmutils import DirectoryContext
 
 from xpmir_uform import (
@@ -26,6 +27,7 @@ from xpmir_uform import (
 from xpmir_uform.data.checks import validate
 from xpmir_uform.evaluation.lexical import bm25_ranking, words
 from xpmir_uform.evaluation.measures import Counts, chance
+from xpmir_uform.evaluation.results import write_each
 from xpmir_uform.evaluation.retrieval import evaluate
 from xpmir_uform.evaluation.search import UNRANKED, Order
 
@@ -247,6 +249,7 @@ def test_bm25_finds_words_of_any_script(text):
 
 def test_bm25_does_not_know_where_a_document_is_listed():
     """40 documents hold the one word of the query alike; the relevant one is listed first, then last."""
+    pytest.importorskip("bm25s", reason="needs the extra demo-text")
     documents = [Item.text(f"red {n}") for n in range(40)]
     for queries in (["red", "the red"], ["red one red", "red apple"]):
         problems = [
@@ -312,3 +315,18 @@ def test_one_problem_that_fails_costs_none_of_the_others(tmp_path: Path):
         found = json.loads(task.resultspath.read_text())
         assert [*found] == ["first", "last"]
         assert found["first"] == found["last"]
+
+
+def test_a_cancelled_task_does_not_go_on_with_the_next_problem(tmp_path: Path):
+    asked = []
+
+    def evaluate_one(name):
+        asked.append(name)
+        if name == "second":
+            raise TaskCancelled("Job cancelled by SIGTERM")
+        return {"name": name}
+
+    with pytest.raises(TaskCancelled):
+        write_each(tmp_path / "results.json", ["first", "second", "third"], evaluate_one)
+    assert asked == ["first", "second"]
+    assert json.loads((tmp_path / "results.json").read_text()) == {"first": {"name": "first"}}

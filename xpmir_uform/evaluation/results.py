@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from experimaestro import taskglobals, tqdm
+from experimaestro import GracefulTimeout, TaskCancelled, taskglobals, tqdm
 
 
 def write_json(path: Path, value: Any, indent: int | None = None) -> None:
@@ -28,6 +28,8 @@ def write_each(path: Path, names: Iterable[str], evaluate: Callable[[str], dict[
     for name in tqdm(iter(names), total=len(names), desc="Evaluating") if job else names:
         try:
             found[name] = evaluate(name)
+        except (TaskCancelled, GracefulTimeout):
+            raise
         except Exception as error:
             failed[name] = error
         write_json(path, found)
