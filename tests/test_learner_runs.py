@@ -369,7 +369,7 @@ def test_no_checkpoint_is_promised_that_does_not_exist(tmp_path):
         learner.__xpm__.seal(DirectoryContext(tmp_path))
         outputs[cls] = cls.__submit__(learner, lambda loader: loader, lambda action: None)
     assert sorted(outputs[Learner].checkpoints) == [0, 1, 2]
-    assert list(outputs[UFormLearner].checkpoints) == ["last"]
+    assert list(outputs[UFormLearner].checkpoints) == ["last", 2, 3]
     assert outputs[UFormLearner].checkpoints["last"].path == tmp_path / "checkpoints" / "last"
     assert outputs[UFormLearner].learned_model.path == tmp_path / "checkpoints" / "last"
 

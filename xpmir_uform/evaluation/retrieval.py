@@ -14,6 +14,7 @@ from experimaestro import Constant, Meta, Param, Task, pathgenerator
 from xpm_torch import Module
 from xpm_torch.learner import Learner, LearnerListener, LearnerListenerStatus
 from xpm_torch.trainers.context import TrainerContext, TrainState
+from xpm_torch.validation import ValidationSettings
 
 from xpmir_uform.data.fields import default
 from xpmir_uform.data.retrieval import Retrieval, RetrievalSet
@@ -59,6 +60,9 @@ class RetrievalValidation(LearnerListener):
 
     __xpmid__ = "uform.retrieval-validation"
 
+    may_stop = False
+    """It never asks training to stop, so that a learner can say at submission which epochs there will be."""
+
     retrieval: Param[RetrievalSet]
     """What is searched"""
 
@@ -93,8 +97,9 @@ class RetrievalValidation(LearnerListener):
             self.history = json.loads(self.historypath.read_text())
 
     def init_task(self, learner: Learner, dep, add_action):
-        """A loader of the best weights."""
-        return dep(learner.model.loader_config(self.bestpath))
+        """A loader of the best weights, named by what makes them the best."""
+        settings = ValidationSettings.C(listener=self, key=self.measure)
+        return dep(learner.model.loader_config(self.bestpath, settings=settings))
 
     def update_metrics(self, metrics: dict[str, float]) -> None:
         """Adds the best measures, at the end of training; validates if none was due before it was stopped."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from experimaestro import copyconfig
 from xpm_torch import ModuleLoader
 from xpm_torch.huggingface import TorchHFHub
 
@@ -22,7 +23,8 @@ def save_model(loader: ModuleLoader, folder: Path) -> None:
     Args:
         loader: of trained weights, as a learner's output or a validation offers it; its task has ended.
     """
-    TorchHFHub(loader).save_pretrained(folder)
+    # Its settings name it in an experiment, by a listener and the data of that; the model is the same without them.
+    TorchHFHub(copyconfig(loader, settings=None)).save_pretrained(folder)
 
 
 def load_model(folder: str | Path) -> UFormEncoder:

@@ -21,7 +21,8 @@ class UFormContext(TrainerContext):
     """Saves every tensor as safetensors, every number as JSON, and deletes nothing because of an error.
 
     Args:
-        keep: how many of the newest checkpoints are kept.
+        keep: how many of the newest checkpoints are kept, and of the newest planned ones.
+        planned: whether every run of the task saves a checkpoint at that step.
         subject: what is trained.
         force_resume: why a checkpoint of another configuration or other data is gone on from; empty: it is refused.
         begin: answers the folder of another task's checkpoint to begin with; not asked once this task has one.
@@ -31,6 +32,7 @@ class UFormContext(TrainerContext):
         self,
         *args,
         keep: int,
+        planned: Callable[[int], bool] = lambda step: True,
         subject: fit.Subject,
         force_resume: str = "",
         begin: Callable[[], Path | None] = lambda: None,
@@ -40,6 +42,7 @@ class UFormContext(TrainerContext):
         if keep < 1:
             raise ValueError(f"keep is {keep}, expected at least 1: a run with no checkpoint cannot be resumed")
         self.keep = keep
+        self.planned = planned
         self.subject = subject
         self.force_resume = force_resume
         self.begin = begin
@@ -111,7 +114,7 @@ class UFormContext(TrainerContext):
             if self.state.path is None:
                 self.state.path = self._commit(path)
             point(self.path / shelf.LAST, self.state.path.name)
-            shelf.prune(self.path, self.steps, self.keep)
+            shelf.prune(self.path, self.steps, self.keep, self.planned)
 
     def _commit(self, path: Path) -> Path:
         if path.exists():

@@ -8,17 +8,18 @@ from time import perf_counter
 
 import numpy as np
 import torch
-from experimaestro import GracefulTimeout, Meta, Param, ResumableTask, tqdm
+from experimaestro import Config, GracefulTimeout, Meta, Param, ResumableTask, tqdm
+from xpm_torch import ModuleLoader
 from xpm_torch.batchers import RecoverableOOMError
 from xpm_torch.context import InitializationHook
-from xpm_torch.learner import Learner, LearnerListenerStatus, LearnerOutput
+from xpm_torch.learner import CheckpointSettings, Learner, LearnerListenerStatus, LearnerOutput
 from xpm_torch.metrics import Metrics, ScalarMetric
 from xpm_torch.optim import OptimizationHook
 from xpm_torch.trainers.context import StepTrainingHook, TrainState
 
 from xpmir_uform.data.checks import validate
 from xpmir_uform.data.fields import default
-from xpmir_uform.learner import checkpoint
+from xpmir_uform.learner import checkpoint, shelf
 from xpmir_uform.learner.alerts import Alerts
 from xpmir_uform.learner.context import UFormContext
 from xpmir_uform.learner.fit import Subject, config_of, fingerprint
@@ -78,7 +79,7 @@ class UFormLearner(Learner, ResumableTask):
     """A larger ``telemetry.jsonl`` is put aside as ``telemetry-0001.jsonl`` and so on; none is ever deleted"""
 
     keep: Meta[int] = default(2)
-    """How many of the newest checkpoints are kept"""
+    """How many of the newest checkpoints are kept, and of those at the ends of epochs: ``checkpoints`` offers these"""
 
     checkpoint_steps: Meta[int] = default(0)
     """Also save whenever this many steps have been made; 0: at the ends of epochs alone"""
@@ -119,7 +120,10 @@ class UFormLearner(Learner, ResumableTask):
             )
 
     def __submit__(self, dep, add_action):
-        """The trained model, what the listeners offer and the last checkpoint; those before it are pruned.
+        """The loader of the trained model, those of its listeners, and its checkpoints.
+
+        ``checkpoints["last"]`` is the whole one that another task may begin with (``resume_from``);
+        ``checkpoints[epoch]`` loads the weights of an epoch, of those that are left when the task has ended.
 
         Raises:
             ValueError: the task, or a configuration that it holds, is not legal.
@@ -127,11 +131,32 @@ class UFormLearner(Learner, ResumableTask):
         validate(self)
         learned_model = dep(self.model.loader_config(self.last_checkpoint_path))
         add_action(self.model.export_action(learned_model, default_name="last"))
+        epochs: dict[int | str, Config] = {epoch: dep(self._loader_of_epoch(epoch)) for epoch in self._kept_epochs()}
         return LearnerOutput(
             listeners={listener.id: listener.init_task(self, dep, add_action) for listener in self.listeners},
             learned_model=learned_model,
-            checkpoints={"last": dep(Checkpoint.C(path=self.last_checkpoint_path))},
+            checkpoints={"last": dep(Checkpoint.C(path=self.last_checkpoint_path)), **epochs},
         )
+
+    def _loader_of_epoch(self, epoch: int) -> ModuleLoader:
+        path = self.checkpointspath / shelf.name_of(epoch * self.steps_per_epoch)
+        return self.model.loader_config(path, settings=CheckpointSettings.C(epoch=epoch))
+
+    def _kept_epochs(self) -> list[int]:
+        """The epochs whose checkpoints are left when the task has ended, however often it was interrupted."""
+        if any(getattr(listener, "may_stop", True) for listener in self.listeners):
+            return []
+        # What is resumed from may be of any epoch; that of the last is saved whichever it is.
+        first = 0 if self.resume_from is None else self.max_epochs
+        return [epoch for epoch in range(first, self.max_epochs + 1) if self._saves_epoch(epoch)][-self.keep :]
+
+    def _saves_epoch(self, epoch: int) -> bool:
+        return epoch % self.checkpoint_interval == 0 or epoch == self.max_epochs
+
+    def _saves_step(self, step: int) -> bool:
+        """Whether ``step`` ends an epoch that is saved."""
+        epoch, rest = divmod(step, self.steps_per_epoch)
+        return rest == 0 and self._saves_epoch(epoch)
 
     def execute(self) -> None:
         """Trains to the end, or until every listener asks to stop.
@@ -174,6 +199,7 @@ class UFormLearner(Learner, ResumableTask):
             self.optimizer,
             fabric=fabric,
             keep=self.keep,
+            planned=self._saves_step,
             subject=Subject("/".join(self.checkpointspath.parent.parts[-2:]), config_of(self), ""),
             force_resume=self.force_resume,
             **({"begin": self.resume_from.checked} if self.resume_from else {}),
@@ -297,8 +323,7 @@ class UFormLearner(Learner, ResumableTask):
         metrics = checkpoint.metrics_from_json(checkpoint.metrics_to_json(self.context.epoch_metrics))
         metrics.all_reduce(fabric).report(self.context.steps, self.context.metrics_logger, "train")
         self.context.metrics_logger.flush()
-        epoch = self.context.epoch
-        if epoch % self.checkpoint_interval == 0 or epoch == self.max_epochs:
+        if self._saves_epoch(self.context.epoch):
             self._save(fabric)
         return self.context.state
 

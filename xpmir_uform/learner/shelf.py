@@ -132,9 +132,18 @@ def set_aside(path: Path, reason: str, label: str = "damaged") -> Path:
     return target
 
 
-def prune(folder: Path, step: int, keep: int) -> None:
-    """Removes all but the newest ``keep`` up to ``step``. Later ones are of another run: they neither count nor go."""
-    for old in [found for found in steps_in(folder) if found <= step][:-keep]:
+def prune(folder: Path, step: int, keep: int, planned: Callable[[int], bool] = lambda step: True) -> None:
+    """Removes all up to ``step`` but the newest ``keep``, and the newest ``keep`` of those that are planned.
+
+    Later ones are of another run: they neither count nor go.
+
+    Args:
+        planned: whether every run of the task saves a checkpoint at that step. Those that an interruption adds do not
+            displace them, so that which of them are left does not depend on interruptions.
+    """
+    found = [old for old in steps_in(folder) if old <= step]
+    kept = {*found[-keep:], *list(filter(planned, found))[-keep:]}
+    for old in [old for old in found if old not in kept]:
         try:
             discard(folder / name_of(old))
         except OSError as error:
