@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -238,6 +239,14 @@ def test_bm25_finds_nothing_without_a_word(queries, documents, expected):
 def test_words_are_parted_as_unicode_says(text, expected):
     pytest.importorskip("regex", reason="needs the extra demo-text")
     assert words(text) == expected
+
+
+@pytest.mark.parametrize("library", ["regex", "bm25s"])
+def test_what_bm25_needs_is_named(monkeypatch, library):
+    pytest.importorskip("regex", reason="needs the extra demo-text")
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ValueError, match=rf"{library} is not installed: pip install 'xpmir-uform\[demo-text\]'"):
+        bm25_ranking(Order.of(Sentences.C().instance().load()), 0.9, 0.4, 3)
 
 
 @pytest.mark.parametrize("text", ["मेरी बिल्ली", "猫が好き", "แมวของฉัน", "私の猫"])

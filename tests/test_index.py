@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 from xpmir_uform import ImageShape, Item, Modality, PooledHead, TokenHead, UFormEncoder, save_model
 from xpmir_uform.commands import main
 from xpmir_uform.export.index import Document, Index, build_index, building, nearest, read_collection
-from xpmir_uform.export.index.shards import Shard, write_shard
+from xpmir_uform.export.index.shards import Shard, shard_tensors, write_shard
 
 COLOURS = "red green blue black white pink grey gold teal plum".split()
 THINGS = "apple pear plum car boat tree house lamp shoe hat cup door key fish bird stone".split()
@@ -55,6 +55,25 @@ def plainly(model, query, k, candidates):
     scores = torch.stack([(own @ each.T).amax(1).mean() for each in tokens])
     order = scores.sort(descending=True, stable=True).indices[:k]
     return near[order], scores[order], cosines[near[order]]
+
+
+class Rows:
+    """A model whose embeddings are given."""
+
+    token_projection = None
+
+    def __init__(self, *rows, dtype=torch.float32):
+        self.rows = torch.tensor(rows, dtype=dtype)
+
+    def encode(self, items, batch_tokens=0):
+        return self.rows
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-13, 1.0, 1e30])
+def test_vectors_of_any_length_are_kept_as_directions_and_zero_as_zero(scale):
+    rows = [[3 * scale, 4 * scale], [0.0, 0.0], [-scale, 0.0]]
+    pooled = shard_tensors(Rows(*rows), [Document(str(n), str(n)) for n in range(3)], 1)["pooled"]
+    assert torch.equal(pooled, torch.tensor([[0.6, 0.8], [0.0, 0.0], [-1.0, 0.0]]).half())
 
 
 @pytest.mark.parametrize("query", QUERIES)

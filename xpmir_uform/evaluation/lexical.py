@@ -1,6 +1,7 @@
 """BM25: what words alone find, to stand beside trained models."""
 
 import unicodedata
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,8 +23,7 @@ def words(text: str) -> list[str]:
     Only what holds a letter or a digit is a word. Ideographs, and letters of scripts without spaces such as Thai, are
     words of their own.
     """
-    import regex
-
+    regex = _library("regex")
     parts = regex.split(r"(?V1w)\b", unicodedata.normalize("NFKC", text).casefold())
     return [part for part in parts if regex.search(r"[\p{L}\p{N}]", part)]
 
@@ -36,8 +36,7 @@ def bm25_ranking(order: Order, k1: float, b: float, depth: int) -> Ranking:
     Raises:
         ValueError: an item is no text.
     """
-    import bm25s
-
+    bm25s = _library("bm25s")
     problem = order.problem
     queries, documents = ([words(_text(item)) for item in items] for items in (problem.queries, problem.documents))
     scores = torch.full((len(queries), len(documents)), -torch.inf)
@@ -49,6 +48,13 @@ def bm25_ranking(order: Order, k1: float, b: float, depth: int) -> Ranking:
                 found = torch.from_numpy(index.get_scores(query))
                 row.copy_(found.masked_fill(found == 0, -torch.inf))
     return Ranking(torch.cat([order.best_first(rows, scores[rows], depth) for rows in order.blocks()]))
+
+
+def _library(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ValueError(f"{name} is not installed: pip install 'xpmir-uform[demo-text]'") from error
 
 
 def _text(item: Item) -> str:
