@@ -34,10 +34,12 @@ def pairs_of(edges):
     return set(zip(edges.anchors().tolist(), edges.ids.tolist(), strict=True))
 
 
-def ignored(things, attract=(), repel=(), ignore=()):
-    """The pairs that are ignored, for items named by their content."""
+def ignored(things, attract=(), repel=(), ignore=(), bags=None):
+    """The pairs that are ignored, for items named by their content; ``bags`` holds the size and the key of each bag."""
     hashes = hash_things([0] * len(things), [thing.encode() for thing in things])
-    result = ignore_duplicates(hashes, *(edges_of(pairs, len(things)) for pairs in (attract, repel, ignore)))
+    sizes, keys = zip(*bags, strict=True) if bags else ([len(things)], [0])
+    placed = np.cumsum([0, *sizes]), np.array(keys, np.uint64)
+    result = ignore_duplicates(hashes, *placed, *(edges_of(pairs, len(things)) for pairs in (attract, repel, ignore)))
     check_edges("ignore", result, len(things), len(things))
     return pairs_of(result)
 
@@ -77,6 +79,20 @@ def test_both_ends_repeated_apart():
     assert (2, 5) in ignored("nPnQmP", attract=both((0, 1), (2, 3), (4, 5)))
 
 
+def test_copies_of_a_bag_know_each_other_by_its_key():
+    # an emoji by its picture and a name, in two epochs, and another emoji between them
+    links = both((0, 1), (2, 3), (4, 5))
+    assert ignored("PnQmPk", links, bags=[(2, 7), (2, 8), (2, 9)]) == both((0, 4), (1, 4), (0, 5))
+    assert ignored("PnQmPk", links, bags=[(2, 7), (2, 8), (2, 7)]) == both((0, 4), (1, 4), (0, 5), (1, 5))
+
+
+def test_copies_keep_their_explicit_edges_and_the_cells_within_each():
+    # a query, its document and a wrong one, twice
+    assert ignored("qdwrev", both((0, 1)), {(0, 2), (0, 5)}, bags=[(3, 1), (3, 1)]) == both(
+        *product(range(3), range(3, 6))
+    ) - {(0, 5)}
+
+
 def test_attraction_in_one_direction():
     # d repels q, which alone attracts; the twin r of q attracts nothing
     assert ignored("qdq", attract={(0, 1)}) == both((0, 2), (1, 2))
@@ -100,9 +116,10 @@ def test_hashes_join_over_ranks():
     np.testing.assert_array_equal(np.concatenate(parts), hash_things([0] * 3, contents))
 
 
-def definition(things, attract, repel, ignore):
+def definition(things, attract, repel, ignore, bags):
     """The rule over all pairs, word by word."""
     result = set(ignore)
+    owners = [number for number, (size, _) in enumerate(bags) for _ in range(size)]
     for i, j in product(range(len(things)), repeat=2):
         if i == j or (i, j) in attract | repel | ignore:
             continue
@@ -110,7 +127,8 @@ def definition(things, attract, repel, ignore):
             {(things[k], things[l])} & {(things[i], things[j]), (things[j], things[i])}
             for k, l in attract - {(j, i)}  # noqa: E741
         )
-        if things[i] == things[j] or joined:
+        copies = owners[i] != owners[j] and bags[owners[i]][1] == bags[owners[j]][1]
+        if things[i] == things[j] or joined or copies:
             result.add((i, j))
     return result
 
@@ -126,7 +144,10 @@ def cases(draw):
             sets[max(0, kind - 3)].add((i, j))
     if draw(st.booleans()):
         sets[0] |= {(j, i) for i, j in sets[0]} - sets[1] - sets[2]
-    return things, *sets
+    bags = []
+    while (rest := len(things) - sum(size for size, _ in bags)) > 0:
+        bags.append((draw(st.integers(1, rest)), draw(st.integers(0, 3))))
+    return things, *sets, bags
 
 
 @settings(max_examples=400, deadline=None)
@@ -137,7 +158,7 @@ def test_rule_is_its_definition(case):
 
 @given(cases())
 def test_sets_stay_disjoint(case):
-    things, *sets = case
+    things, *sets, _ = case
     attract, repel, _ = (edges_of(pairs, len(things)) for pairs in sets)
     check_disjoint(attract, repel, edges_of(ignored(*case), len(things)))
 
@@ -147,7 +168,10 @@ def test_work_follows_items_and_edges():
     items = 200_000
     hashes = hash_things([0] * items, [b"%d" % (number // 2 if number < 100 else number) for number in range(items)])
     empty = Edges.empty(items)
-    assert ignore_duplicates(hashes, empty, empty, empty).count == 100
+    bags, keys = np.arange(items + 1), np.arange(items, dtype=np.uint64)
+    assert ignore_duplicates(hashes, bags, keys, empty, empty, empty).count == 100
+    keys[:100] //= 2
+    assert ignore_duplicates(np.arange(2 * items).reshape(-1, 2), bags, keys, empty, empty, empty).count == 100
 
 
 def test_emoji_of_one_name_do_not_repel_each_other():

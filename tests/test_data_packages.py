@@ -73,7 +73,7 @@ def lists(tmp_path):
 @pytest.fixture
 def collection(tmp_path):
     file = tmp_path / "packages.jsonl"
-    rows = [[f"p{n}", f"short {n}", f"long description number {n}"] for n in range(12)] + [["none", "x", ""]]
+    rows = [[f"p{n}", f"short {n}", f"text {n} of a long description"] for n in range(12)] + [["none", "x", ""]]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return PackagePairs.fetched(tmp_path, held_out=4, document_bytes=20)
 
@@ -127,7 +127,7 @@ def test_pairs_are_split_by_key_and_know_their_sides(collection):
     assert not {pair.name for pair in train} & {pair.name for pair in test}
     bag = PairBags.C(collection=collection).instance().bag(0, 1, 2)
     assert [item.side for item in bag.items] == [Side.QUERY, Side.DOCUMENT]
-    assert bag.items[1].content == b"long description"
+    assert bag.items[1].content.decode() == f"text {train[0].name[1:]} of a long"[:20].rstrip()
     assert bag.attract == ((0, 1), (1, 0))
 
 

@@ -1,6 +1,8 @@
 """Sampling: the bags of step t are a function of (seed, t) alone."""
 
 from collections import Counter
+from dataclasses import replace
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -55,6 +57,26 @@ def test_batch_size_changes_the_cuts_and_not_the_order():
 @pytest.mark.parametrize("workers", [1, 2])
 def test_order_over_three_epochs_is_the_same_for_any_workers(workers):
     assert read(0, 8, workers) == read(0, 8, 0)
+
+
+def test_a_bag_of_two_epochs_in_one_batch_is_one_bag():
+    """Ten bags in steps of seven: a step that ends one epoch and begins the next holds some of them twice."""
+    twice = 0
+    for step in range(20):
+        batch = StepDataset(sampler(), 7, {})[step].batch
+        names = [bytes(content).split(b":")[0] for content in batch.contents]
+        ignored = set(zip(batch.ignore.anchors().tolist(), batch.ignore.ids.tolist(), strict=True))
+        same = {(i, j) for i, j in permutations(range(14), 2) if names[i] == names[j] and i // 2 != j // 2}
+        assert ignored == same
+        twice += len(same) // 8
+    assert twice > 5
+
+
+def test_a_bag_keeps_a_key_of_its_own():
+    made = sampler()
+    given = Bag((Item.text("a"),), key=2**64 - 1)
+    made.source.bag = lambda index, seed, epoch: given if index else replace(given, key=None)
+    assert sorted(bag.key for bag in made.bags(0, 10)) == [0] + [2**64 - 1] * 9
 
 
 def test_stopping_at_any_step_and_going_on_changes_nothing():

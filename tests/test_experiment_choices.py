@@ -179,7 +179,7 @@ def test_wrong_documents_are_keyed_by_the_name_of_the_pair(pairs):
 
 
 def test_one_document_alone_is_refused():
-    with pytest.raises(ValueError, match="the 2 pairs have one document among them"):
+    with pytest.raises(ValueError, match="the 2 pairs share their queries or documents"):
         wrong_documents([Pair("a", "x", "z"), Pair("b", "y", "z")], 1)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from uform_kernels import Edges
 
-from xpmir_uform.data.columns import bag_offsets, byte_tape, integers, link_edges, target_column
+from xpmir_uform.data.columns import bag_keys, bag_offsets, byte_tape, integers, link_edges, target_column
 from xpmir_uform.data.duplicates import hash_things, ignore_duplicates
 from xpmir_uform.data.items import Bag, Item, Link
 from xpmir_uform.data.refusals import check_batch, name_item
@@ -35,6 +35,7 @@ class Batch:
         choices: N entries, empty for an item that offers none.
         targets: (C,) float64, one for each byte of ``choices``; those of an item sum to one within 1e-3.
         bags: (B + 1,) int64; bag b is the items from ``bags[b]`` up to ``bags[b + 1]``, at least one.
+        bag_keys: (B,) uint64, equal where two bags are copies of one.
         attract, repel, ignore: N rows over N items, each pair in one of them at most; ``ignore`` has no weights.
 
     Raises:
@@ -49,6 +50,7 @@ class Batch:
     choices: Tape
     targets: Tensor
     bags: np.ndarray
+    bag_keys: np.ndarray
     attract: Edges
     repel: Edges
     ignore: Edges
@@ -79,6 +81,7 @@ class Batch:
             choices=byte_tape("choices", items),
             targets=torch.from_numpy(target_column(items)),
             bags=offsets,
+            bag_keys=bag_keys(bags),
             attract=link_edges("attract", bags, offsets),
             repel=link_edges("repel", bags, offsets),
             ignore=link_edges("ignore", bags, offsets),
@@ -88,7 +91,8 @@ class Batch:
     def deduplicated(self) -> "Batch":
         """This batch with the ignore edges of :func:`~xpmir_uform.data.duplicates.ignore_duplicates`."""
         hashes = hash_things(self.modalities.tolist(), self.contents)
-        return replace(self, ignore=ignore_duplicates(hashes, self.attract, self.repel, self.ignore))
+        ignore = ignore_duplicates(hashes, self.bags, self.bag_keys, self.attract, self.repel, self.ignore)
+        return replace(self, ignore=ignore)
 
     def __len__(self) -> int:
         """N."""
@@ -125,6 +129,7 @@ class Batch:
             attract=_links(self.attract, start, stop),
             repel=_links(self.repel, start, stop),
             ignore=_links(self.ignore, start, stop),
+            key=int(self.bag_keys[number]),
         )
 
 

@@ -88,6 +88,21 @@ def bag_offsets(bags: Sequence[Bag]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(sizes)])
 
 
+def bag_keys(bags: Sequence[Bag]) -> np.ndarray:
+    """(B,) uint64: the identity of each bag.
+
+    Raises:
+        ValueError: a key is no integer or does not fit; names the bag.
+    """
+    try:
+        return np.fromiter((index(bag.identity) for bag in bags), np.uint64, len(bags))
+    except UNFIT:
+        number = _first_unfit(lambda bag: np.fromiter([index(bag.identity)], np.uint64), bags)
+        raise ValueError(
+            f"{_name_bag(number, bags)} has key {bags[number].key!r}; it must be {FIELDS['key'][1]}."
+        ) from None
+
+
 def link_edges(name: str, bags: Sequence[Bag], offsets: np.ndarray) -> Edges:
     """The links ``name`` ("attract", "repel" or "ignore") of all bags as edges between item numbers, sorted.
 

@@ -4,7 +4,10 @@ Two items of one modality with equal bytes are the same **thing**. Neither is an
 what the other attracts. Written out, the cell (i, j) of anchor i and item j != i that no edge names is ignored when
 
 - i and j are the same thing, or
-- an attract edge k -> l, other than j -> i itself, joins the things of i and j, in either direction.
+- an attract edge k -> l, other than j -> i itself, joins the things of i and j, in either direction,
+
+or where i and j are of two copies of one bag, by its key, whatever items stand for it in each: an emoji that stands on
+both sides of an epoch's end brings other names of itself.
 
 Where no item has a duplicate there is no such k -> l, so edges in one direction keep their meaning: an item that
 attracts nothing still repels what attracts it. Explicit attract, repel and ignore edges stand.
@@ -34,29 +37,44 @@ def hash_things(modalities: Iterable[int], contents: Iterable[bytes]) -> np.ndar
     return np.frombuffer(b"".join(digests), "<i8").reshape(-1, 2)
 
 
-def ignore_duplicates(hashes: np.ndarray, attract: Edges, repel: Edges, ignore: Edges) -> Edges:
+def ignore_duplicates(
+    hashes: np.ndarray, bags: np.ndarray, bag_keys: np.ndarray, attract: Edges, repel: Edges, ignore: Edges
+) -> Edges:
     """The edges of ``ignore`` and those that duplicates add.
 
     Args:
         hashes: (N, 2) int64, equal where two items are the same thing, as :func:`hash_things` makes them.
+        bags: (B + 1,) int64, where the items of each bag begin.
+        bag_keys: (B,) uint64, equal where two bags are copies of one.
         attract, repel, ignore: N rows over N items, well-formed and disjoint, on the CPU.
 
     Returns:
         N rows, no weights.
     """
     items = len(hashes)
+    found = np.union1d(_same_things(hashes, attract), _copies(bags, bag_keys))
+    found = _without(found, np.concatenate([_codes(attract), _codes(repel)]))
+    return _edges(np.union1d(found, _codes(ignore)), items)
+
+
+def _same_things(hashes: np.ndarray, attract: Edges) -> np.ndarray:
+    """The cells, as codes, that are ignored since a thing occurs more than once."""
+    items = len(hashes)
     things = _Things.of(hashes)
-    if len(things.sizes) == items:
-        return Edges(ignore.offsets, ignore.ids)
     links = _links(attract, things.numbers)
     joined, times = _joined(things.numbers[links], len(things.sizes))
     i, j = things.expand(things.repeated(joined))
-    found = (i * items + j)[i != j]
     # The opposite cell of the one link between two things has no duplicate to blame.
     one, other = links[:, times == 1]
-    explicit = np.concatenate([_codes(attract), _codes(repel), _codes(ignore)])
-    found = _without(found, np.concatenate([explicit, one * items + other, other * items + one]))
-    return _edges(np.sort(np.concatenate([found, _codes(ignore)])), items)
+    return _without((i * items + j)[i != j], np.concatenate([one * items + other, other * items + one]))
+
+
+def _copies(bags: np.ndarray, bag_keys: np.ndarray) -> np.ndarray:
+    """The cells, as codes, between items of different bags that are copies of one."""
+    owners = np.repeat(np.arange(len(bag_keys)), np.diff(bags))
+    named = _Things.of(bag_keys[owners, None])
+    i, j = named.expand(named.repeated(np.empty((2, 0), np.int64)))
+    return (i * len(owners) + j)[owners[i] != owners[j]]
 
 
 @dataclass(frozen=True, slots=True)

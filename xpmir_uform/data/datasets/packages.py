@@ -14,10 +14,10 @@ from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from experimaestro import Meta, Param
+from experimaestro import Constant, Meta, Param
 
 from xpmir_uform.data.datasets.pairs import Pair, PairCollection
-from xpmir_uform.data.datasets.splits import shuffled
+from xpmir_uform.data.datasets.splits import held_out_first
 from xpmir_uform.data.fields import default
 
 FILE = "packages.jsonl"
@@ -81,12 +81,12 @@ def programs(lists: Path) -> Iterator[tuple[str, str, str]]:
     texts = {
         (entry["Package"], entry["Description-md5"]): entry["Description-en"]
         for file in sorted(lists.glob("*_main_i18n_Translation-en"))
-        for entry in Deb822.iter_paragraphs(file.read_text(encoding="utf-8"))
+        for entry in Deb822.iter_paragraphs(lines(file))
     }
     packages = [
         entry
         for file in sorted(lists.glob("*_main_binary-*_Packages"))
-        for entry in Deb822.iter_paragraphs(file.read_text(encoding="utf-8"))
+        for entry in Deb822.iter_paragraphs(lines(file))
         if ROLE in tags(entry.get("Tag", ""))
     ]
     seen = set()
@@ -99,6 +99,11 @@ def programs(lists: Path) -> Iterator[tuple[str, str, str]]:
             yield entry["Package"], short.strip(), unwrapped(long)
 
 
+def lines(file: Path) -> list[str]:
+    """The lines of a text; U+2028 and the like, at which ``str.splitlines`` cuts, are content."""
+    return file.read_bytes().decode("utf-8").split("\n")
+
+
 def tags(field: str) -> set[str]:
     """The debtags of a package: ``use::{checking,viewing}`` is two."""
     return {
@@ -108,7 +113,7 @@ def tags(field: str) -> set[str]:
 
 def unwrapped(text: str) -> str:
     """A long description as one line: a leading space on each line and lone dots between paragraphs go."""
-    return " ".join(line.strip() for line in text.splitlines() if line.strip() != ".")
+    return " ".join(line.strip() for line in text.split("\n") if line.strip() != ".")
 
 
 class PackagePairs(PairCollection):
@@ -123,13 +128,16 @@ class PackagePairs(PairCollection):
     """Longest document, cut at the end of a word; packages without a long description are left out"""
 
     held_out: Param[int] = default(500)
-    """How many pairs are kept from training"""
+    """How many pairs are kept from training, with all that share a text with them"""
 
     limit: Param[int] = default(0)
     """Keep this many pairs in all, held-out ones included; 0 keeps every one"""
 
     split_seed: Param[int] = default(0)
     """Seed of the split"""
+
+    version: Constant[int] = 2
+    """Of the split: 2 is by content"""
 
     path: Meta[Path]
     """Where the file of descriptions is"""
@@ -165,9 +173,16 @@ class PackagePairs(PairCollection):
                 f"{self.path} has sha256 {found}, expected {self.sha256}: "
                 "restore that file, or make a new configuration"
             )
-        rows = map(json.loads, data.decode("utf-8").splitlines())
+        rows = map(json.loads, data.splitlines())
         pairs = [Pair(name, short, cut(long, self.document_bytes)) for name, short, long in rows if long]
-        return shuffled(pairs, self.split_seed, self.limit, self.held_out, "pairs")
+        return held_out_first(
+            pairs,
+            lambda pair: pair.contents,
+            seed=self.split_seed,
+            limit=self.limit,
+            held_out=self.held_out,
+            name="pairs",
+        )
 
     def test(self) -> list[Pair]:
         """The held-out pairs."""

@@ -24,6 +24,11 @@ class Pair:
     query: str
     document: str
 
+    @property
+    def contents(self) -> tuple[str, str]:
+        """What makes pairs kin, whichever of them asks and whichever answers."""
+        return self.query, self.document
+
     def items(self) -> tuple[Item, Item]:
         """The query and the document as items that know their sides."""
         return (

@@ -8,12 +8,13 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from experimaestro import Config, Meta, Param
+from experimaestro import Config, Constant, Meta, Param
 from safetensors.numpy import load_file
 
 from xpmir_uform.data import draws
 from xpmir_uform.data.choices import ChoiceSet, right
 from xpmir_uform.data.datasets.pairs import Pair, PairCollection
+from xpmir_uform.data.datasets.splits import kin
 from xpmir_uform.data.fields import default
 from xpmir_uform.data.items import Bag, Item
 from xpmir_uform.data.sampling import BagSource
@@ -22,22 +23,30 @@ CHOICES = b"yn"
 
 
 def wrong_documents(pairs: Sequence[Pair], count: int) -> np.ndarray:
-    """(P, M) int64: for each pair the numbers of ``count`` pairs with other documents, keyed by its name.
+    """(P, M) int64: for each pair the numbers of ``count`` pairs that are no kin of it, keyed by its name.
+
+    Kin (:mod:`~xpmir_uform.data.datasets.splits`) share a query or a document, so that the document of one may be
+    another right answer to the query of the other.
 
     Raises:
-        ValueError: all pairs have the same document.
+        ValueError: all pairs are kin.
     """
-    if len({pair.document for pair in pairs}) < 2:
-        raise ValueError(f"the {len(pairs)} pairs have one document among them, expected at least two")
-    return np.array([_others(pairs, pair, count) for pair in pairs], dtype=np.int64).reshape(len(pairs), count)
+    families = kin(pair.contents for pair in pairs)
+    if len(set(families)) < 2:
+        raise ValueError(
+            f"the {len(pairs)} pairs share their queries or documents, expected at least two without a text in common"
+        )
+    return np.array(
+        [_others(families, family, pair, count) for family, pair in zip(families, pairs, strict=True)], dtype=np.int64
+    ).reshape(len(pairs), count)
 
 
-def _others(pairs: Sequence[Pair], pair: Pair, count: int) -> list[int]:
+def _others(families: np.ndarray, own: int, pair: Pair, count: int) -> list[int]:
     draw = draws.generator(0, draws.Purpose.SPLIT, 3, draws.key_of("wrong-document", pair.name))
     found: list[int] = []
     while len(found) < count:
-        number = int(draw.integers(len(pairs)))
-        if pairs[number].document != pair.document:
+        number = int(draw.integers(len(families)))
+        if families[number] != own:
             found.append(number)
     return found
 
@@ -124,6 +133,9 @@ class RelevanceChoices(ChoiceSet):
 
     collection: Param[PairCollection]
     """Where the pairs come from"""
+
+    version: Constant[int] = 2
+    """Of the wrong documents: 2 draws none that may be right"""
 
     def load(self) -> list[Item]:
         """Pair after pair, the right document first."""
