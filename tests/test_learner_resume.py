@@ -36,6 +36,7 @@ from xpmir_uform import (
     UFormTrainer,
     checkpoint_at,
 )
+from xpmir_uform.data.checks import validate
 from xpmir_uform.data.draws import Purpose, generator
 from xpmir_uform.data.fields import default
 from xpmir_uform.learner import manifest
@@ -311,9 +312,43 @@ def test_a_checkpoint_beyond_the_end_is_refused(execute, tmp_path, whole):
 
 
 def test_the_newest_of_a_job_is_taken(execute, tmp_path, whole):
-    execute(config(epochs=4, resume_from=Checkpoint.C(path=job(whole))), tmp_path)
+    execute(config(epochs=4, resume_from=Checkpoint.C(path=job(whole), task="task/job")), tmp_path)
     assert manifest.read(last(tmp_path))["audits"][0]["source"]["step"] == 6
     assert len(Watch.rates) == 2
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({}, "has the sha256 '' and the task '', expected one of them"),
+        ({"sha256": "0" * 64, "task": "task/job"}, "expected one of them"),
+        ({"sha256": "0" * 63}, "expected 64 hexadecimal digits"),
+        ({"sha256": "not a hash"}, "expected 64 hexadecimal digits"),
+    ],
+)
+def test_a_checkpoint_that_nothing_names_is_refused_when_submitted_and_when_run(
+    execute, tmp_path, whole, names, message
+):
+    """Its place is not a part of the identifier: two of them would be one task."""
+    made = config(resume_from=Checkpoint.C(path=last(whole), **names))
+    with pytest.raises(ValueError, match=message):
+        validate(made)
+    with pytest.raises(ValueError, match=message):
+        execute(made, tmp_path)
+
+
+def test_a_task_that_names_a_checkpoint_is_depended_on(whole):
+    """Else it could still be training."""
+    begin = Checkpoint.C(path=last(whole), task="task/job")
+    with pytest.raises(ValueError, match="names the task task/job and does not depend on it"):
+        validate(config(resume_from=begin))
+    begin.__xpm__.task = config()
+    validate(config(resume_from=begin))
+
+
+def test_the_checkpoint_of_another_task_is_refused(execute, tmp_path, whole):
+    with pytest.raises(ValueError, match="has the identifier task/job, expected task/other: resume_from names another"):
+        execute(config(resume_from=Checkpoint.C(path=last(whole), task="task/other")), tmp_path)
 
 
 def test_a_submitted_learner_offers_its_last_checkpoint(tmp_path):
@@ -323,6 +358,7 @@ def test_a_submitted_learner_offers_its_last_checkpoint(tmp_path):
     output = UFormLearner.__submit__(made, lambda value: offered.append(value) or value, lambda action: None)
     assert output.checkpoints["last"] in offered
     assert output.checkpoints["last"].path == tmp_path / "checkpoints" / "last"
+    assert output.checkpoints["last"].task == "/".join(tmp_path.parts[-2:])
 
 
 # Configuration and data

@@ -131,12 +131,17 @@ class UFormLearner(Learner, ResumableTask):
         validate(self)
         learned_model = dep(self.model.loader_config(self.last_checkpoint_path))
         add_action(self.model.export_action(learned_model, default_name="last"))
+        last = Checkpoint.C(path=self.last_checkpoint_path, task=self._task_name())
         epochs: dict[int | str, Config] = {epoch: dep(self._loader_of_epoch(epoch)) for epoch in self._kept_epochs()}
         return LearnerOutput(
             listeners={listener.id: listener.init_task(self, dep, add_action) for listener in self.listeners},
             learned_model=learned_model,
-            checkpoints={"last": dep(Checkpoint.C(path=self.last_checkpoint_path)), **epochs},
+            checkpoints={"last": dep(last), **epochs},
         )
+
+    def _task_name(self) -> str:
+        """Type and identifier of this task, which are the names of its job's folder."""
+        return "/".join(self.checkpointspath.parent.parts[-2:])
 
     def _loader_of_epoch(self, epoch: int) -> ModuleLoader:
         path = self.checkpointspath / shelf.name_of(epoch * self.steps_per_epoch)
@@ -200,7 +205,7 @@ class UFormLearner(Learner, ResumableTask):
             fabric=fabric,
             keep=self.keep,
             planned=self._saves_step,
-            subject=Subject("/".join(self.checkpointspath.parent.parts[-2:]), config_of(self), ""),
+            subject=Subject(self._task_name(), config_of(self), ""),
             force_resume=self.force_resume,
             **({"begin": self.resume_from.checked} if self.resume_from else {}),
         )
