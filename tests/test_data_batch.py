@@ -101,7 +101,7 @@ def bags(draw):
             for j in range(size):
                 kind = draw(st.integers(0, 3)) if i != j else 3
                 if kind < 3:
-                    sets[kind].append((i, j) if kind == 2 else (i, j, draw(st.floats(0, 8))))
+                    sets[kind].append((i, j) if kind == 2 else (i, j, draw(st.just(0.0) | st.floats(1e-18, 8))))
         result.append(Bag(items, *map(tuple, sets)))
     return result
 

@@ -180,6 +180,68 @@ def test_gradients_are_those_of_finite_differences(batch, table, form, negatives
     assert torch.autograd.gradcheck(lambda s: loss.compute(Encoded(scores=s), batch, rows, counts).value, (scores,))
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(("form", "negatives"), VARIANTS)
+def test_a_cell_of_weight_0_may_have_any_score(batch, table, form, negatives, value):
+    """Of the table all that weighs nothing: loss, gradient and statistics are those of other scores there."""
+    loss = made(form, negatives)
+    spoilt = torch.full_like(table, value)
+    for i, halves in cells_by_definition(batch, negatives).items():
+        for j, weight in itertools.chain(*halves):
+            if weight:
+                spoilt[i, j] = table[i, j]
+    spoilt = spoilt.detach().requires_grad_()
+    assert not spoilt.isfinite().all()
+    found, expected = part(loss, batch, spoilt), part(loss, batch, table)
+    torch.testing.assert_close(found.value, expected.value, rtol=1e-12, atol=0)
+    one, other = torch.autograd.grad(found.value, spoilt)[0], torch.autograd.grad(expected.value, table)[0]
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
+    assert found.stats == pytest.approx(expected.stats, rel=1e-12)
+
+
+@pytest.mark.parametrize(("form", "negatives"), VARIANTS)
+def test_a_document_that_is_ignored_may_hold_anything(form, negatives):
+    """Through the kernel: the token vectors of the others get the gradient that they get beside a finite one."""
+    bag = Bag(
+        (query("a"), document("A"), document("B"), document("C")), attract=((0, 1),), repel=((0, 2),), ignore=((0, 3),)
+    )
+    batch, loss = Batch.of([bag]), made(form, negatives)
+    rows = range(len(batch))
+    found = []
+    for value in (math.nan, 0.0):
+        tokens = torch.randn(4, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+        tokens[3, 1] = value
+        tokens.requires_grad_()
+        offsets = torch.tensor([0, 1, 2, 3])
+        scores = loss.score(tokens[:1], torch.tensor([0, 1]), tokens[1:], offsets)
+        asked = scores if loss.ambient else scores[0, :2]
+        part = loss.compute(Encoded(scores=asked), batch, rows, loss.counts(batch, rows))
+        found.append([part.value, *torch.autograd.grad(part.value, tokens)])
+    assert found[1][0] > 0
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("weight", [1e9, 1e-18])
+def test_extreme_weights_rank_as_any_others(weight):
+    def bags(w):
+        items = (query("a"), document("A"), document("B"), document("C"), document("D"))
+        return [Bag(items, attract=((0, 1, w), (0, 2, w / 4)), repel=((0, 3, w / 2), (0, 4, w)))]
+
+    scores = torch.tensor([0.5, -0.25, 0.75, 0.1], requires_grad=True)
+    weight = min(weight, 1e9) if weight > 1 else 4 * weight
+    found = []
+    for w in (weight, 1.0):
+        batch, loss = Batch.of(bags(w)), made("ranked")
+        rows = range(len(batch))
+        value = loss.compute(Encoded(scores=scores), batch, rows, loss.counts(batch, rows)).value
+        found.append([value, *torch.autograd.grad(value, scores)])
+    assert found[1][0] > 0
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+    with pytest.raises(ValueError, match=r"attract.weights.*item .*finite and at least 0 \(above 0 from 1e-18 to 1e"):
+        Batch.of(bags(1e30))
+
+
 @pytest.mark.parametrize(("form", "negatives"), VARIANTS)
 @pytest.mark.parametrize(
     "bags",

@@ -95,6 +95,23 @@ def test_the_mean_is_over_masked_places_alone():
         assert found.flatten().tolist() == gradient
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_modality_of_weight_0_may_be_told_anything(value):
+    """Its answers get gradients of 0, not none: as the others they take part on every rank."""
+    loss = MaskedLoss.C(image_weight=0.0, text_weight=0.0).instance()
+    told = {modality: torch.full((2, 3), value, requires_grad=True) for modality in (Modality.IMAGE, Modality.AUDIO)}
+    told[Modality.AUDIO] = torch.ones(2, 3, requires_grad=True)
+    logits = torch.full((1, 256), value, requires_grad=True)
+    questions = replace(
+        Questions.of([], []), patches={modality: torch.zeros(2, 3) for modality in told}, bytes=torch.tensor([65])
+    )
+    found = loss.compute(Answers(bytes=logits, patches=told), questions, loss.counts(questions))
+    assert found.value.item() == 1.0
+    found.value.backward()
+    assert all(not silent.grad.any() for silent in (logits, told[Modality.IMAGE]))
+    torch.testing.assert_close(told[Modality.AUDIO].grad, torch.full((2, 3), 1 / 3))
+
+
 def test_a_byte_by_hand():
     """Logits that are all alike: ln 256; a byte that is e times as likely as every other: ln(255 + e) - 1."""
     logits = torch.zeros(2, 256)

@@ -1,11 +1,17 @@
 """Refusals that the kernels share: each names the argument, says what was given and what was expected."""
 
+import operator
 from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+# Positive weights of cells. Within them float32 holds the product of what the weights of two rows sum to, over any
+# number of cells that memory holds, and one over it.
+LEAST_WEIGHT, MOST_WEIGHT = 1e-18, 1e9
+WEIGHTS = f"finite and at least 0 (above 0 from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g})"
 
 Describe = Callable[[int], str]
 
@@ -43,6 +49,19 @@ def check_integers(name: str, tensor: Tensor) -> None:
     """Refuses floating, complex and bool tensors where whole numbers are meant."""
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise ValueError(f"{name} is {tensor.dtype}; it must hold integers.")
+
+
+def check_whole(name: str, value: object) -> int:
+    """The value as an int; refuses what is no whole number, booleans among them."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ValueError(f"{name} holds {value!r}; it must hold whole numbers.")
+    return operator.index(value)
+
+
+def check_weight(name: str, weight: float) -> None:
+    """Refuses a weight that is neither 0 nor within the bounds."""
+    if not (weight == 0 or LEAST_WEIGHT <= weight <= MOST_WEIGHT):
+        raise ValueError(f"{name} is {weight}; it must be {WEIGHTS}.")
 
 
 def check_device(device: torch.device, against: str, **tensors: Tensor | None) -> None:

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from .checks import (
     FLOATING,
+    LEAST_WEIGHT,
+    MOST_WEIGHT,
+    WEIGHTS,
     Describe,
     check_device,
     check_dtype,
@@ -33,7 +36,7 @@ class Edges:
 
     offsets: (R + 1,) int64, from 0 to E, never decreasing
     ids: (E,) int64, strictly ascending within each row
-    weights: (E,) float, finite and at least 0; None: all one
+    weights: (E,) float, 0 or from 1e-18 to 1e9; None: all one. An edge of weight 0 is no cell, but names the pair
     """
 
     offsets: Tensor
@@ -170,12 +173,11 @@ def _check_weights(name: str, edges: Edges, first_row: int, describe: Describe) 
     assert weights is not None
     check_shape(f"{name}.weights", weights, edges.count)
     check_dtype(f"{name}.weights", weights, FLOATING)
-    place = first_true(~(weights.isfinite() & (weights >= 0)))
+    wide = weights.double()
+    place = first_true(~((wide == 0) | ((wide >= LEAST_WEIGHT) & (wide <= MOST_WEIGHT))))
     if place is not None:
         owner = describe(first_row + int(edges.anchors()[place]))
-        raise ValueError(
-            f"{name}.weights[{place}] = {float(weights[place])} of {owner}; weights must be finite and at least 0."
-        )
+        raise ValueError(f"{name}.weights[{place}] = {float(weights[place])} of {owner}; weights must be {WEIGHTS}.")
 
 
 def _integers(value: Any) -> Tensor:

@@ -43,15 +43,22 @@ def form_loss(form: str, scores: Tensor, cells: Cells, counts: Tensor) -> Tensor
     counts = counts.to(scores.device)
     if form == "ranked":
         return divide(_Ranked.apply(scores, cells), counts[2])
-    pulls, pushes = (cells.attract * softplus(-scores)).sum(), (cells.repel * softplus(scores)).sum()
+    pulls, pushes = costs(cells.attract, -scores), costs(cells.repel, scores)
     if form == "balanced":
         return divide(pulls, counts[0]) + divide(pushes, counts[1])
     return divide(pulls + pushes, counts[2])
 
 
+def costs(weights: Tensor, scores: Tensor) -> Tensor:
+    """0-d: ``sum w softplus(s)`` over cells (C,). One of weight 0 does not exist, whatever its score."""
+    real = weights > 0
+    return (weights[real] * softplus(scores[real])).sum()
+
+
 def weighted_mean(weights: Tensor, values: Tensor, total: Tensor) -> float:
     """The part that some cells add to a mean whose weights sum to ``total``; 0 if that is 0."""
-    return float(divide((weights * values.detach()).sum(), total.to(values.device)))
+    real = weights > 0
+    return float(divide((weights[real] * values.detach()[real]).sum(), total.to(values.device)))
 
 
 def rank(scores: Tensor, cells: Cells) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from experimaestro import Meta, Param
 from uform_kernels import Edges, Normalizers, pair_loss, pair_normalizers
+from uform_kernels.checks import check_weight
 
 from xpmir_uform.data.batch import Batch
 from xpmir_uform.data.fields import default
@@ -67,8 +68,7 @@ class ContrastiveLoss(JointLoss):
         super().__validate__()
         if self.backend not in BACKENDS:
             raise ValueError(f"backend is {self.backend!r}, expected one of {', '.join(BACKENDS)}")
-        if not 0 <= self.ambient_weight < float("inf"):
-            raise ValueError(f"ambient_weight is {self.ambient_weight}, expected finite and at least 0")
+        check_weight("ambient_weight", self.ambient_weight)
         if any(low >= high for low, high in pairwise([0, *self.matryoshka_dimensions])):
             raise ValueError(f"matryoshka_dimensions is {self.matryoshka_dimensions}, expected positive and ascending")
 

@@ -155,11 +155,17 @@ class MaskedLoss(AdditiveLoss):
             for modality, every in zip(Modality, counts.tolist(), strict=True)
             if (total := loss_of(modality, answers, questions)) is not None
         }
-        value = torch.stack([setting(self, f"{NAMES[modality]}_weight") * mean for modality, mean in means.items()])
+        value = torch.stack([self._weighted(modality, mean, answers) for modality, mean in means.items()])
         stats = dict.fromkeys(self.STATS, 0.0)
         stats |= {f"{NAMES[modality]}_loss": mean.item() for modality, mean in means.items()}
         asked = zip(NAMES.values(), self.counts(questions).tolist(), strict=True)
         return LossValue(value.sum(), stats | {f"{name}_places": count for name, count in asked})
+
+    def _weighted(self, modality: Modality, mean: Tensor, answers: Answers) -> Tensor:
+        """A mean times its weight. What weighs 0 gives 0, and gradients of 0, even if it is not finite."""
+        weight, told = setting(self, f"{NAMES[modality]}_weight"), told_of(modality, answers)
+        assert told is not None
+        return weight * mean if weight > 0 else torch.where(torch.zeros_like(told, dtype=torch.bool), told, 0.0).sum()
 
 
 def setting(loss: MaskedLoss, name: str) -> float:
@@ -168,12 +174,17 @@ def setting(loss: MaskedLoss, name: str) -> float:
     return DEFAULTS[name] if value is None else value
 
 
+def told_of(modality: Modality, answers: Answers) -> Tensor | None:
+    """What the model answers of the masked places of one modality; None: it does not read it."""
+    return answers.bytes if modality == Modality.TEXT else (answers.patches or {}).get(modality)
+
+
 def loss_of(modality: Modality, answers: Answers, questions: Questions) -> Tensor | None:
     """0-d: the sum over the masked places of one modality; None: the model does not read it."""
+    told = told_of(modality, answers)
     if modality == Modality.TEXT:
-        assert answers.bytes is not None
-        return byte_loss(answers.bytes, questions.bytes.to(answers.bytes.device))
-    told = (answers.patches or {}).get(modality)
+        assert told is not None
+        return byte_loss(told, questions.bytes.to(told.device))
     if told is None:
         return None
     truth = questions.patches.get(modality)

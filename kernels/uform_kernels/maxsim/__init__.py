@@ -15,6 +15,7 @@ from ..checks import (
     first_true,
 )
 from . import chunked, reference
+from .screen import finite, first_of_equals, mark
 
 
 def maxsim(
@@ -30,9 +31,12 @@ def maxsim(
 
         M(q, d) = sum over q's tokens i of max over d's tokens j of <q_i, d_j>, over q's number of tokens if `normalize`
 
-    The maximum is hard: the first token that reaches it takes the whole gradient, in every back end. Products and
-    sums are formed in float32 (float64 for float64), and gradients are summed in a fixed order: two runs on one
-    machine agree to the bit.
+    The maximum is hard: the first token that reaches it takes the whole gradient. Of a document's equal vectors that
+    is the first, in every back end and for tiles of any shape; of different vectors whose products are equal, or differ
+    by less than they are rounded, it may be any. Products and sums are formed in float32 (float64 for float64), and
+    gradients are summed in a fixed order: two runs on one machine agree to the bit. The scores of a query or document
+    with a number that is not finite are NaN, and so are the gradients that pass through them; where no gradient
+    arrives, or 0, none passes.
 
     queries: (sum of query tokens, W) float64, float32, bfloat16 or float16; query_offsets: (Q + 1,) int
     documents: (sum of document tokens, W), same dtype; document_offsets: (D + 1,) int
@@ -48,14 +52,19 @@ def maxsim(
     backend = choose_backend(backend, queries)
     query_offsets, document_offsets = _checked_offsets(queries, query_offsets, documents, document_offsets)
     pairs = None if pairs is None else _checked_pairs(pairs, queries, query_offsets, document_offsets)
-    tensors = queries, query_offsets, documents, document_offsets, pairs
     # Under autocast the products would fall to half precision.
     with torch.autocast(queries.device.type, enabled=False):
+        queries, of_queries = finite(queries, query_offsets)
+        documents, of_documents = finite(documents, document_offsets)
+        documents = first_of_equals(documents, document_offsets)
+        tensors = queries, query_offsets, documents, document_offsets, pairs
         if backend == "triton":
             from .kernel import maxsim as triton_maxsim
 
-            return triton_maxsim(*tensors, normalize)
-        return (reference if backend == "reference" else chunked).maxsim(*tensors, normalize)
+            scores = triton_maxsim(*tensors, normalize)
+        else:
+            scores = (reference if backend == "reference" else chunked).maxsim(*tensors, normalize)
+        return mark(scores, of_queries, of_documents, pairs)
 
 
 def _checked_offsets(

@@ -14,6 +14,8 @@ from ..checks import (
     check_dtype,
     check_integers,
     check_shape,
+    check_weight,
+    check_whole,
     first_true,
     row_name,
 )
@@ -22,6 +24,7 @@ from .chunked import chunked_pair_loss
 from .problem import (
     FORMS,
     NEGATIVES,
+    STATS,
     Normalizers,
     Problem,
     count_weights,
@@ -30,6 +33,7 @@ from .problem import (
     row_weights,
 )
 from .reference import reference_pair_loss
+from .screen import screen
 
 __all__ = ["Normalizers", "PairLoss", "pair_loss", "pair_normalizers"]
 
@@ -80,8 +84,10 @@ def pair_loss(
     - ranked: the mean over anchors with both attract and repel weight of
       sum_p sum_n w_p w_n softplus(s_n - s_p) / (sum_p w_p sum_n w_n).
 
-    A half without weight adds 0. A zero vector has cosine 0 with everything, and gradient 0. Cosines are computed
-    in float32, or float64 for float64 embeddings.
+    A half without weight adds 0. A zero vector has cosine 0 with everything, and gradient 0, as has a vector whose
+    coordinates are all subnormal. Cosines are computed in float32, or float64 for float64 embeddings. A cell of weight
+    0 does not exist, whatever its embeddings; where one that counts meets an embedding, temperature or bias that is
+    not finite, the loss and all its gradients are NaN.
 
     embeddings: (N, d) float64, float32, bfloat16 or float16; the global batch
     attract, repel, ignore: edges from the anchors in `rows` to items of the batch
@@ -103,11 +109,10 @@ def pair_loss(
     check_choice("form", form, FORMS)
     check_choice("negatives", negatives, NEGATIVES)
     count, width = embeddings.shape
-    rows = (0, count) if rows is None else rows
-    _check_rows(rows, count)
+    rows = (0, count) if rows is None else _check_rows(rows, count)
     named = _check_named(attract, repel, ignore, rows, embeddings, describe)
     _check_per_item(families, groups, negatives, embeddings, inverse_temperature, describe)
-    _check_weight(ambient_weight)
+    check_weight("ambient_weight", ambient_weight)
     families = number_families(families, negatives)
     if normalizers is None:
         normalizers = count_weights(*row_weights(named, count, rows, negatives, families, ambient_weight), form)
@@ -133,18 +138,27 @@ def _run(embeddings: Tensor, inverse_temperature: Tensor, bias: Tensor, problem:
     inverse_temperature, bias = inverse_temperature.to(wide), bias.to(wide)
     # Autocast would turn the products back into half precision.
     with torch.autocast(embeddings.device.type, enabled=False):
-        if backend == "reference":
-            loss, stats = reference_pair_loss(embeddings.to(wide), inverse_temperature, bias, problem)
+        inputs = screen((embeddings, inverse_temperature, bias), problem)
+        if inputs is None:
+            loss, stats = _undefined(embeddings, inverse_temperature, bias)
+        elif backend == "reference":
+            loss, stats = reference_pair_loss(inputs[0].to(wide), *inputs[1:], problem)
         elif backend == "chunked":
-            loss, stats = chunked_pair_loss(embeddings, inverse_temperature, bias, problem)
+            loss, stats = chunked_pair_loss(*inputs, problem)
         else:
             from .kernel import triton_pair_loss
 
-            loss, stats = triton_pair_loss(embeddings, inverse_temperature, bias, problem)
+            loss, stats = triton_pair_loss(*inputs, problem)
     counts = problem.normalizers
     return PairLoss(
         loss, {"attract_weight": counts.attract, "repel_weight": counts.repel, "anchors": counts.anchors, **stats}
     )
+
+
+def _undefined(embeddings: Tensor, inverse_temperature: Tensor, bias: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss that is NaN, as are all its gradients."""
+    loss = torch.nan * (embeddings.sum(dtype=bias.dtype) + inverse_temperature.sum() + bias.sum())
+    return loss, dict.fromkeys(STATS, loss.detach())
 
 
 def _check_floats(embeddings: Tensor, inverse_temperature: Tensor, bias: Tensor) -> None:
@@ -161,9 +175,11 @@ def _check_floats(embeddings: Tensor, inverse_temperature: Tensor, bias: Tensor)
         raise ValueError("inverse_temperature has no entry; it must have one for each temperature group.")
 
 
-def _check_rows(rows: tuple[int, int], count: int) -> None:
-    if not (len(rows) == 2 and 0 <= rows[0] <= rows[1] <= count):
+def _check_rows(rows: tuple[int, int], count: int) -> tuple[int, int]:
+    whole = [check_whole("rows", row) for row in rows]
+    if not (len(whole) == 2 and 0 <= whole[0] <= whole[1] <= count):
         raise ValueError(f"rows is {rows}; it must be (start, stop) with 0 <= start <= stop <= {count}.")
+    return whole[0], whole[1]
 
 
 def _check_named(
@@ -206,13 +222,8 @@ def _check_per_item(
             raise ValueError(f"groups has {int(groups[row])} for {describe(row)}; groups must be in 0..{last}.")
 
 
-def _check_weight(ambient_weight: float) -> None:
-    if not 0 <= ambient_weight < float("inf"):
-        raise ValueError(f"ambient_weight is {ambient_weight}; it must be finite and at least 0.")
-
-
 def _check_dimensions(dimensions: Sequence[int] | None, width: int) -> tuple[int, ...]:
-    levels = (width,) if dimensions is None else tuple(int(level) for level in dimensions)
+    levels = (width,) if dimensions is None else tuple(check_whole("dimensions", level) for level in dimensions)
     rising = all(low < high for low, high in zip((0, *levels), levels, strict=False))
     if not levels or not rising or levels[-1] > width:
         raise ValueError(f"dimensions is {levels}; it must be positive, strictly increasing and at most d = {width}.")

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .cells import Cells, Layout, named_cells
-from .levels import Gradient, Levels, reciprocal
-from .problem import Problem, row_weights
+from .levels import Gradient, Levels, has_faint_prefix, reciprocal
+from .problem import STATS, Problem, row_weights
 from .rows import RowWalk, rank_named
 from .tiles import TileWalk
 from .walk import Rule, Scalars, Sums, Walk, add_forces, spread, walk_cells
@@ -33,13 +33,27 @@ def chunked_pair_loss(
     embeddings (N, d) may be of a half precision; inverse_temperature and bias (G,) are wide.
     tile_walk: what walks the ambient cells of a pointwise loss
     """
+    if has_faint_prefix(embeddings, problem.dimensions, inverse_temperature.dtype):
+        return _level_by_level(embeddings, inverse_temperature, bias, problem, tile_walk)
     inputs = (embeddings, inverse_temperature, bias)
     wanted = tuple(torch.is_grad_enabled() and tensor.requires_grad for tensor in inputs)
     loss, halves, cosines = _PairLoss.apply(*inputs, problem, wanted, tile_walk)
     weights = problem.normalizers.values[:2].to(cosines)
     means = torch.where(weights > 0, cosines / torch.where(weights > 0, weights, 1), 0)
-    names = ("attract_loss", "repel_loss", "attract_cosine", "repel_cosine")
-    return loss, dict(zip(names, (*halves, *means), strict=True))
+    return loss, dict(zip(STATS, (*halves, *means), strict=True))
+
+
+def _level_by_level(
+    embeddings: Tensor, inverse_temperature: Tensor, bias: Tensor, problem: Problem, tile_walk: type[TileWalk]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same, each level from vectors that are scaled for it alone: a pass for each, exact for any prefix."""
+    parts = []
+    for size in problem.dimensions:
+        level = replace(problem, dimensions=(size,))
+        parts.append(chunked_pair_loss(embeddings[:, :size], inverse_temperature, bias, level, tile_walk))
+    losses, stats = zip(*parts, strict=True)
+    halves = {name: torch.stack([part[name] for part in stats]).mean() for name in STATS[:2]}
+    return torch.stack(losses).mean(), stats[-1] | halves
 
 
 class _PairLoss(torch.autograd.Function):

@@ -18,6 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# A prefix whose coordinates are all below this share of the vector's largest is not scaled to a cosine: the square of
+# its length, or one over it, might leave float32. Its level is then computed by itself, from vectors of that prefix.
+LEAST_SHARE = 1e-12
+
 # Edges whose two vectors are gathered at once; bounds the memory of edge cosines.
 EDGE_CHUNK = 8192
 
@@ -35,14 +39,15 @@ class Levels:
         vectors = embeddings[:, : dimensions[-1]].to(wide, copy=True)
         # Dividing by the largest coordinate first keeps the squares of any finite vector in range.
         largest = vectors.abs().amax(1, keepdim=True)
+        real = largest >= torch.finfo(wide).tiny
         # What is kept in a half precision may only be divided by a power of two, for that loses nothing.
         divisor = torch.exp2(torch.frexp(largest).exponent.to(wide)) if keep else largest
-        vectors /= torch.where(largest > 0, divisor, 1)
+        vectors /= torch.where(real, divisor, torch.inf)
         norms = vectors.norm(dim=1, keepdim=True)
         if not keep:
             vectors /= torch.where(norms > 0, norms, 1)
             divisor = largest * norms
-        self.shrink = torch.where(largest > 0, 1 / divisor, 0)
+        self.shrink = torch.where(real, 1 / divisor, 0)
         self.blocks = [slice(low, high) for low, high in itertools.pairwise((0, *dimensions))]
         self.scales: list[Tensor | None] = [reciprocal(vectors[:, :size].norm(dim=1)) for size in dimensions[:-1]]
         self.scales.append(reciprocal(norms.squeeze(1)) if keep else None)
@@ -114,6 +119,16 @@ class Gradient:
             vectors -= (levels.vectors * vectors).sum(1, keepdim=True) * levels.vectors
         vectors *= levels.shrink * factor
         return F.pad(vectors, (0, levels.width - vectors.shape[1]))
+
+
+def has_faint_prefix(embeddings: Tensor, dimensions: tuple[int, ...], wide: torch.dtype) -> bool:
+    """Whether a prefix (its first m coordinates) that is not zero is too small beside its vector to share its scale."""
+    if len(dimensions) == 1:
+        return False
+    blocks = [embeddings.detach()[:, low:high].aminmax(dim=1) for low, high in itertools.pairwise((0, *dimensions))]
+    largest = torch.stack([high.maximum(-low) for low, high in blocks]).to(wide).cummax(0).values
+    least = (LEAST_SHARE * largest[-1]).clamp(min=torch.finfo(wide).tiny)
+    return bool(((largest > 0) & (largest < least))[:-1].any())
 
 
 def reciprocal(norms: Tensor) -> Tensor:

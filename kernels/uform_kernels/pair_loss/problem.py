@@ -12,6 +12,7 @@ from torch import Tensor
 from ..edges import Edges
 
 FORMS = ("balanced", "ranked", "sigmoid")
+STATS = ("attract_loss", "repel_loss", "attract_cosine", "repel_cosine")
 NEGATIVES = ("ambient", "named", "across")
 
 # Above this, torch's softplus(x) answers x: its default of 20 costs float64 seven digits.
@@ -93,23 +94,28 @@ def number_families(families: Tensor | None, negatives: str) -> Tensor | None:
 
 
 def ambient_counts(
-    named: tuple[Edges, Edges, Edges], count: int, rows: tuple[int, int], negatives: str, families: Tensor | None
+    named: tuple[Edges, Edges, Edges],
+    count: int,
+    rows: tuple[int, int],
+    negatives: str,
+    families: Tensor | None,
+    among: Tensor | None = None,
 ) -> Tensor:
-    """(R,) int64: how many ambient cells each anchor has, by counting.
+    """(R,) int64: how many ambient cells each anchor has with the items `among` (N,) bool (None: all), by counting.
 
-    AMBIENT: all N items, less the anchor, less those that an edge of any of the sets names. ACROSS: all N items,
-    less the anchor's family (which holds the anchor), less the items of other families that an edge names.
+    All these items, less those of the anchor's family, less those of other families that an edge of any of the sets
+    names. Where no family matters, each item is a family of its own.
     """
     start, stop = rows
+    device = named[0].ids.device
     if negatives == "named":
-        return torch.zeros(stop - start, dtype=torch.int64, device=named[0].ids.device)
-    if families is None:
-        attract, repel, ignore = (edges.offsets.diff() for edges in named)
-        return count - 1 - attract - repel - ignore
-    cells = count - torch.bincount(families, minlength=1)[families[start:stop]]
+        return torch.zeros(stop - start, dtype=torch.int64, device=device)
+    families = torch.arange(count, device=device) if families is None else families
+    among = torch.ones(count, dtype=torch.bool, device=device) if among is None else among
+    cells = among.sum() - torch.bincount(families[among], minlength=count)[families[start:stop]]
     for edges in named:
         anchors = edges.anchors()
-        foreign = families[start:stop][anchors] != families[edges.ids]
+        foreign = (families[start:stop][anchors] != families[edges.ids]) & among[edges.ids]
         cells = cells - torch.bincount(anchors[foreign], minlength=stop - start)
     return cells
 
@@ -136,8 +142,13 @@ def row_weights(
 
 def count_weights(attract: Tensor, repel: Tensor, form: str) -> Normalizers:
     """The normalizers of anchors with these row weights (R,), (R,)."""
-    active = (attract > 0) & (repel > 0) if form == "ranked" else attract + repel > 0
-    return Normalizers(torch.stack([attract.sum(), repel.sum(), active.sum().to(torch.float64)]))
+    active = active_rows(attract, repel, form).sum().to(torch.float64)
+    return Normalizers(torch.stack([attract.sum(), repel.sum(), active]))
+
+
+def active_rows(attract: Tensor, repel: Tensor, form: str) -> Tensor:
+    """(R,) bool: which anchors with these row weights (R,), (R,) add to the loss."""
+    return (attract > 0) & (repel > 0) if form == "ranked" else attract + repel > 0
 
 
 def pair_normalizers(

@@ -34,11 +34,14 @@ def reference_pair_loss(
 
 
 def normalize(vectors: Tensor) -> Tensor:
-    """Unit vectors; a zero vector stays zero and gets no gradient, for it is replaced before the norm is taken."""
+    """Unit vectors; a zero vector stays zero and gets no gradient, for it is replaced before the norm is taken.
+
+    So does one of subnormal coordinates, which some devices take for zeros and whose gradient may be no finite number.
+    """
     largest = vectors.detach().abs().amax(1, keepdim=True)
-    scaled = vectors / torch.where(largest > 0, largest, 1)
-    norms = torch.where(largest > 0, scaled, 1).norm(dim=1, keepdim=True)
-    return torch.where(largest > 0, scaled / norms, 0)
+    real = largest >= torch.finfo(vectors.dtype).tiny
+    scaled = torch.where(real, vectors, 1) / torch.where(real, largest, 1)
+    return torch.where(real, scaled / scaled.norm(dim=1, keepdim=True), 0)
 
 
 def cell_weights(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
