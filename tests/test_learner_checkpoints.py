@@ -5,7 +5,10 @@ import json
 import os
 import shutil
 import signal
+import socket
+import stat
 from collections import Counter
+from contextlib import chdir
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -16,11 +19,13 @@ import torch
 from experimaestro import TaskCancelled
 from safetensors import safe_open
 
+from xpmir_uform.data.disk import seal
 from xpmir_uform.learner import checkpoint, files, lineage, manifest, shelf
 from xpmir_uform.learner.context import UFormContext
 from xpmir_uform.learner.fit import Subject
 from xpmir_uform.learner.manifest import Damaged
 from xpmir_uform.learner.scaling import Optimizers
+from xpmir_uform.model import files as model_files
 
 SUBJECT = Subject("test.learner/0", {"batch_size": 5, "model.hidden": 128}, "0" * 64)
 FABRIC = L.Fabric(accelerator="cpu", devices=1)
@@ -113,7 +118,7 @@ def test_tied_strided_empty_and_scalar_tensors_come_back(tmp_path):
 def test_weights_bear_step_and_identifier(tmp_path):
     saved(tmp_path, [2])
     with safe_open(tmp_path / "last" / "model.safetensors", "pt") as file:
-        assert file.metadata() == {"step": "2", "identifier": "test.learner/0"}
+        assert file.metadata() == {"source": "step 2 of test.learner/0"}
 
 
 def test_the_manifest_says_what_where_and_after_what(tmp_path):
@@ -181,28 +186,39 @@ def test_keeping_none_is_refused(tmp_path, keep):
         made(tmp_path, keep=keep)
 
 
-def test_the_best_is_a_second_name_of_the_same_files_and_outlives_them(tmp_path):
+def test_the_best_is_a_copy_that_outlives_what_happens_to_the_epochs(tmp_path):
     context = train(made(tmp_path / "run"), 1)
     context.copy(tmp_path / "best")
     for name in (*manifest.FILES, manifest.NAME):
-        assert os.path.samefile(tmp_path / "best" / name, tmp_path / "run" / "last" / name)
+        assert not os.path.samefile(tmp_path / "best" / name, tmp_path / "run" / "last" / name)
     for step in (2, 3, 4):
         train(context, step).save_checkpoint()
     assert shelf.steps_in(tmp_path / "run") == [3, 4]
     assert manifest.verify(tmp_path / "best")["step"] == 1
     context.copy(tmp_path / "best")
     assert manifest.verify(tmp_path / "best")["step"] == 4
+    (tmp_path / "best" / "model.safetensors").write_bytes(b"written in place")
+    assert manifest.verify(tmp_path / "run" / "last")["step"] == 4
 
 
-def test_where_links_are_refused_the_best_is_copied(tmp_path, monkeypatch):
-    def refuse(source, target):
-        raise OSError(errno.EPERM, "no links here")
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_files_and_folders_have_the_mode_of_the_umask(tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        context = saved(tmp_path / "run", [1, 2])
+        context.copy(tmp_path / "best")
+    finally:
+        os.umask(before)
+    paths = [tmp_path / "best", *(tmp_path / "best").iterdir(), *(tmp_path / "run").rglob("*")]
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in paths}
+    assert modes == {path: (0o777 if path.is_dir() else 0o666) & ~mask for path in paths}
+    assert len(paths) >= 13
 
-    monkeypatch.setattr(files.os, "link", refuse)
-    context = saved(tmp_path / "run", [1])
-    context.copy(tmp_path / "best")
-    assert manifest.verify(tmp_path / "best")["step"] == 1
-    assert not os.path.samefile(tmp_path / "best" / "state.json", tmp_path / "run" / "last" / "state.json")
+
+def test_equal_states_are_equal_files(tmp_path):
+    first, second = ((saved(tmp_path / name, [3]), tmp_path / name / "last")[1] for name in ("a", "b"))
+    for name in manifest.FILES:
+        assert (first / name).read_bytes() == (second / name).read_bytes()
 
 
 # Damage
@@ -315,9 +331,67 @@ def test_a_manifest_cannot_name_other_files(tmp_path):
     saved(tmp_path, [1])
     values = manifest.read(tmp_path / "last")
     values["files"]["../../secret"] = values["files"].pop("state.json")
-    (tmp_path / "last" / manifest.NAME).write_text(manifest._text({**values, "digest": manifest.hash_of(values)}))
-    with pytest.raises(Damaged, match="expected"):
+    (tmp_path / "last" / manifest.NAME).write_text(seal(values))
+    with pytest.raises(Damaged, match=r"is not a manifest: files lacks state\.json"):
         manifest.verify(tmp_path / "last")
+
+
+def remove_step(values):
+    del values["step"]
+
+
+def make_git_a_list(values):
+    values["git"] = []
+
+
+def make_the_size_huge(values):
+    values["files"]["state.json"]["size"] = 10**400
+
+
+def make_the_audits_flat(values):
+    values["audits"] = [{"time": "now"}]
+
+
+def make_the_source_a_word(values):
+    values["previous"] = "the one before"
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (remove_step, "it lacks step"),
+        (make_git_a_list, "git is no object"),
+        (make_the_size_huge, "size is '1000"),
+        (make_the_audits_flat, "audits lacks source, fields, reason"),
+        (make_the_source_a_word, "previous is no object"),
+    ],
+)
+def test_a_manifest_of_other_fields_is_damage_and_the_one_before_is_used(tmp_path, edit, said):
+    saved(tmp_path, [1, 2])
+    values = manifest.read(tmp_path / "last")
+    edit(values)
+    (tmp_path / "last" / manifest.NAME).write_text(seal(values))
+    with pytest.raises(Damaged, match=f"is not a manifest: {said}"):
+        manifest.read(tmp_path / "last")
+    assert loaded(tmp_path).steps == 1
+
+
+@pytest.mark.parametrize("name", [*manifest.FILES, manifest.NAME])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link", "socket"])
+def test_what_is_no_file_is_damage_and_never_waited_for(tmp_path, name, kind):
+    saved(tmp_path / "run", [1, 2])
+    path = (tmp_path / "run" / "last" / name).resolve()
+    path.rename(tmp_path / name)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "link":
+        path.symlink_to(tmp_path / name)
+    else:
+        with socket.socket(socket.AF_UNIX) as server, chdir(path.parent):
+            server.bind(path.name)
+    assert loaded(tmp_path / "run").steps == 1
 
 
 def test_all_damaged_stops_and_leaves_everything_as_it_is(tmp_path):
@@ -364,7 +438,7 @@ def test_committed_but_not_yet_named_last_is_the_newest(tmp_path):
 def test_another_format_is_refused_and_left(tmp_path):
     saved(tmp_path, [1])
     values = {**manifest.read(tmp_path / "last"), "format": 99}
-    (tmp_path / "last" / manifest.NAME).write_text(manifest._text({**values, "digest": manifest.hash_of(values)}))
+    (tmp_path / "last" / manifest.NAME).write_text(seal(values))
     before = everything(tmp_path)
     with pytest.raises(ValueError, match="format 99, expected 1"):
         made(tmp_path).load_bestcheckpoint(10_000)
@@ -397,7 +471,7 @@ def test_a_passing_error_is_raised_and_touches_nothing(tmp_path, monkeypatch, er
         if where == "open":
             patched.setattr(manifest.hashlib, "file_digest", fail)
         elif where == "read_bytes":
-            patched.setattr(Path, "read_bytes", fail)
+            patched.setattr(manifest, "read_bytes", fail)
         elif where == "parse":
             patched.setattr(checkpoint, "load", fail)
         else:
@@ -507,8 +581,7 @@ class Fault:
         for owner, names in self.NAMES.items():
             for name in names:
                 monkeypatch.setattr(owner, name, self.wrap(name, getattr(owner, name)))
-        monkeypatch.setattr(checkpoint, "save_file", self.wrap("save_file", checkpoint.save_file, half))
-        monkeypatch.setattr("xpmir_uform.model.files.save_file", self.wrap("save_file", checkpoint.save_file, half))
+        monkeypatch.setattr(model_files, "save_file", self.wrap("save_file", model_files.save_file, half))
 
     def wrap(self, name, real, partly=None):
         def call(*args, **kwargs):

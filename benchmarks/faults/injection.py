@@ -15,7 +15,6 @@ from typing import Any
 from safetensors import SafetensorError
 from xpm_torch import loggers  # noqa: F401  (loaded before the functions that it takes are replaced)
 
-from xpmir_uform.learner import checkpoint
 from xpmir_uform.model import files as model_files
 
 CHANGES = (
@@ -52,8 +51,7 @@ class Operations:
         for name in (*CHANGES, *(READS if self.reads else ())):
             self._put(os, name, self._wrap(name, getattr(os, name)))
         self._put(io, "open", self._open(io.open))
-        for module in (checkpoint, model_files):
-            self._put(module, "save_file", self._save(module.save_file))
+        self._put(model_files, "save_file", self._save(model_files.save_file))
 
     def remove(self) -> None:
         """No longer."""

@@ -1,6 +1,5 @@
-"""Clocks that jump, files that do not belong there, links that are broken or refused."""
+"""Clocks that jump, files that do not belong there, links that are broken."""
 
-import errno
 import os
 import random
 import shutil
@@ -10,8 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from faults.harness import Lab, Row, Setup, Trial, before, send
-from faults.training import LAST, Best
-from xpmir_uform.learner import manifest
 
 STEP = 8
 NEWEST = f"step-{STEP:08d}"
@@ -49,7 +46,6 @@ def rows(lab: Lab) -> Iterator[Row]:
         trial.attempt()
         row.add(trial.attempts[-1].ending.status, lab.check(trial, silent=name in SILENT), name)
     yield row
-    yield refused(lab)
 
 
 def jump(seed: int) -> Setup:
@@ -159,22 +155,3 @@ TELEMETRY: dict[str, Callable[[Path], object]] = {
     "a folder": lambda path: (path.unlink(), path.mkdir()),
 }
 SILENT = ("a torn last line", "a damaged line", "gone", "a folder")
-
-
-def refused(lab: Lab) -> Row:
-    """A file system without hard links: the best checkpoint is copied."""
-    row = Row("hard links refused")
-    for code in lab.spread((errno.EPERM, errno.EMLINK, errno.EXDEV), 1):
-        trial = lab.trial(STEP)
-
-        def refuse(*args, code=code, **kwargs):
-            raise OSError(code, os.strerror(code))
-
-        def setup(rank: int, trial=trial, refuse=refuse) -> None:
-            os.link = refuse
-
-        attempt = trial.attempt(setup, listeners=[Best.C(id="best")])
-        held = manifest.verify(trial.job / "best")["step"] if (trial.job / "best").is_dir() else None
-        lost = [] if held == LAST else [f"best is of step {held}"]
-        row.add(attempt.ending.status, [*lost, *lab.check(trial)], errno.errorcode[code])
-    return row

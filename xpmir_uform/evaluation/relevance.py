@@ -19,6 +19,7 @@ from xpm_torch import Module
 
 from xpmir_uform.data.datasets.pairs import Pair, PairCollection
 from xpmir_uform.data.datasets.relevance import Judgements, questions, wrong_documents
+from xpmir_uform.data.disk import new_file
 from xpmir_uform.data.fields import default
 from xpmir_uform.evaluation.choices import results, truth_of
 from xpmir_uform.evaluation.devices import device_of
@@ -99,7 +100,8 @@ class RelevanceScoring(Task):
             name: expit(slope * scores + intercept).astype(np.float32)
             for name, scores in (("probabilities", known), ("echoes", echoes))
         }
-        save_file({"others": others, **told}, self.path)
+        with new_file(self.path):
+            save_file({"others": others, **told}, self.path)
         yes = expit(slope * self.scores(test, wrong_documents(test, 1), "document") + intercept).ravel()
         found = results(np.stack([yes, 1 - yes], axis=1), truth_of(questions(test)))
         self.resultspath.write_text(json.dumps({**found, "slope": slope, "intercept": intercept}))

@@ -1,6 +1,6 @@
 """A checkpoint: a folder of safetensors and JSON, no pickles.
 
-    model.safetensors       the weights; step and identifier in its metadata
+    model.safetensors       the weights; step and identifier in its metadata (``source``)
     optimizer.safetensors   the tensors of the optimizers' states
     state.json              step, epoch, schedule, the optimizers' numbers, scaler, counters, metrics of the epoch
     manifest.json           what all that is (manifest.py)
@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save_file
+from safetensors.torch import load
 from xpm_torch.metrics import Metrics, ScalarMetric
 
 from xpmir_uform.learner import manifest
 from xpmir_uform.learner.fit import model_layout
 from xpmir_uform.learner.manifest import MODEL, OPTIMIZER, STATE, Damaged
-from xpmir_uform.model.files import save_weights
+from xpmir_uform.model.files import save_weights, write_tensors
 
 STATE_KINDS: Mapping[str, type | tuple[type, ...]] = {
     "epoch": int,
@@ -112,9 +112,9 @@ def write(
         state: what else training goes on from.
         facts: of the manifest; ``step`` and ``identifier`` among them.
     """
-    save_weights(weights, folder / MODEL, {"step": str(facts["step"]), "identifier": facts["identifier"]})
+    save_weights(weights, folder / MODEL, f"step {facts['step']} of {facts['identifier']}")
     tensors, rest = split_optimizers(optimizer["optimizers"])
-    save_file(tensors, folder / OPTIMIZER)
+    write_tensors(tensors, folder / OPTIMIZER)
     values = {**state, "optimizers": rest, "scheduler_steps": optimizer["scheduler_steps"]}
     (folder / STATE).write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
     manifest.write(folder, facts)

@@ -9,9 +9,10 @@ from typing import Any
 from xpm_torch.metrics import Metrics, MetricsLogger
 from xpm_torch.trainers.context import TrainerContext
 
+from xpmir_uform.data.disk import copy_file
 from xpmir_uform.learner import checkpoint, facts, fit, manifest, shelf
 from xpmir_uform.learner.curves import Curves
-from xpmir_uform.learner.files import commit_folder, explained, link, point
+from xpmir_uform.learner.files import commit_folder, explained, point
 from xpmir_uform.learner.together import together
 
 logger = logging.getLogger(__name__)
@@ -157,16 +158,16 @@ class UFormContext(TrainerContext):
         }
 
     def copy(self, path: Path) -> None:
-        """Makes ``path`` a second name of the current step's checkpoint, which outlives it; saves it if need be."""
+        """Copies the current step's checkpoint to ``path``, where it outlives it; saves it if need be."""
         if not self.is_global_zero():
             return
         self.save_checkpoint()
 
-        def link_all(folder: Path) -> None:
+        def copy_all(folder: Path) -> None:
             for name in (*manifest.FILES, manifest.NAME):
-                link(self.state.path / name, folder / name)
+                copy_file(self.state.path / name, folder / name)
 
-        commit_folder(path, link_all)
+        commit_folder(path, copy_all)
 
     # Loading
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from xpmir_uform.data.disk import refusal
+
 
 def sync(path: Path) -> None:
     """Waits until ``path`` (a file or a folder's entries) is on the disk."""
@@ -75,14 +77,6 @@ def point(link: Path, target: str) -> None:
     sync(link.parent)
 
 
-def link(source: Path, target: Path) -> None:
-    """Gives the file ``source`` the second name ``target``; copies it where the file system refuses."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
-
-
 @contextmanager
 def explained(what: str, remedy: str) -> Iterator[None]:
     """Says of an error of the system what it was met by, and what to do: those of open files name none.
@@ -96,4 +90,5 @@ def explained(what: str, remedy: str) -> Iterator[None]:
         code = getattr(error, "errno", errno.EIO)
         if code is None:
             raise
-        raise OSError(code, f"{what} ({error}): {remedy}") from error
+        owner = f"; {refusal(Path(error.filename))}" if isinstance(error, PermissionError) and error.filename else ""
+        raise OSError(code, f"{what} ({error}{owner}): {remedy}") from error

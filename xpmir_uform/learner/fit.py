@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from experimaestro import Config
 
+from xpmir_uform.data.disk import hash_of
 from xpmir_uform.data.items import Bag, Item
-from xpmir_uform.learner.manifest import hash_of
 
 UNRELATED = ("listeners", "resume_from")
 """Parameters of a learner that its weights do not depend on, or that say where they come from."""
