@@ -97,7 +97,7 @@ def test_queries_are_cut_as_in_training():
     assert cut == [order.best_first(slice(0, 1), torch.ones(1, 2), 2).tolist()] * 2
 
 
-@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
 def test_scores_that_are_not_finite_are_refused(order, wrong):
     scores = torch.tensor([[0.0, 0.0, 0.0, 0.0], [0.0, wrong, 0.0, 0.0]])
     with pytest.raises(ValueError, match=r"the score of query item .* 2 bytes\) and document item .* 3 bytes\) is"):

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from experimaestro import Param
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
@@ -36,6 +37,7 @@ from xpmir_uform import (
 from xpmir_uform.data.checks import validate
 from xpmir_uform.data.datasets.pairs import Pair
 from xpmir_uform.data.datasets.relevance import wrong_documents
+from xpmir_uform.data.fields import default
 from xpmir_uform.evaluation.choices import accuracy, brier, calibration_error, majority, reliability, results
 from xpmir_uform.evaluation.relevance import calibrate
 from xpmir_uform.reports.choices import plot_reliability, scores, verdict
@@ -272,6 +274,27 @@ def test_an_evaluation_writes_what_the_model_chooses(execute, tmp_path):
     found = json.loads(Path(task.resultspath).read_text())["fruits"]
     told = torch.stack(task.model.choose(["apple", "stone"], b"yn")).double().numpy()
     assert found == results(told, np.eye(2))
+
+
+class Names(ChoiceSet):
+    """Names that are yes and no in turn; two of them are both."""
+
+    __xpmid__ = "test.names"
+
+    backwards: Param[bool] = default(False)
+
+    def load(self):
+        names = ["taxi", *(f"{number} {'x' * (number % 7)}" for number in range(60)), "taxi"]
+        items = [Item.text(name, choices=b"yn", targets=[(1, 0), (0, 1)][n % 2]) for n, name in enumerate(names)]
+        return items[::-1] if self.backwards else items
+
+
+def test_the_order_of_a_choice_set_changes_no_bit(execute, tmp_path):
+    model = UFormEncoder.C(depth=1, hidden=128, bytes=ByteHead.C())
+    problems = {"one": Names.C(), "other": Names.C(backwards=True)}
+    task = execute(ChoicesEvaluation.C(model=model, problems=problems), tmp_path)
+    found = json.loads(Path(task.resultspath).read_text())
+    assert found["one"] == found["other"]
 
 
 def test_probabilities_and_scores_that_are_not_finite_are_refused_by_name(execute, tmp_path, pairs, monkeypatch):

@@ -6,6 +6,7 @@ Letters: N items, K choices of each, B bins.
 """
 
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -111,7 +112,9 @@ class ChoicesEvaluation(Task):
 
     def evaluate(self, name: str) -> dict[str, Any]:
         """The results of one problem."""
-        items = self.problems[name].load()
+        # In an order of their own, so that what is summed over them does not depend on that of the data set.
+        key = attrgetter("modality", "content", "choices", "targets")
+        items = sorted(self.problems[name].load(), key=key)
         rows = torch.stack(self.model.choose(items))
         wrong = torch.nonzero(~rows.isfinite().all(dim=1))
         if len(wrong):

@@ -14,7 +14,7 @@ from xpmir_uform.data.retrieval import RetrievalSet
 from xpmir_uform.data.vocabulary import Modality
 from xpmir_uform.evaluation.results import write_each
 from xpmir_uform.evaluation.retrieval import evaluate
-from xpmir_uform.evaluation.search import Order, Ranking
+from xpmir_uform.evaluation.search import UNRANKED, Order, Ranking
 
 
 def words(text: str) -> list[str]:
@@ -39,15 +39,15 @@ def bm25_ranking(order: Order, k1: float, b: float, depth: int) -> Ranking:
     bm25s = _library("bm25s")
     problem = order.problem
     queries, documents = ([words(_text(item)) for item in items] for items in (problem.queries, problem.documents))
-    scores = torch.full((len(queries), len(documents)), -torch.inf)
+    scores = torch.zeros(len(queries), len(documents))
     if any(documents):
         index = bm25s.BM25(k1=k1, b=b)
         index.index(documents, show_progress=False)
         for row, query in zip(scores, queries, strict=True):
             if query:
-                found = torch.from_numpy(index.get_scores(query))
-                row.copy_(found.masked_fill(found == 0, -torch.inf))
-    return Ranking(torch.cat([order.best_first(rows, scores[rows], depth) for rows in order.blocks()]))
+                row.copy_(torch.from_numpy(index.get_scores(query)))
+    listed = torch.arange(len(documents)).expand_as(scores).masked_fill(scores == 0, UNRANKED)
+    return Ranking(torch.cat([order.best_first(rows, scores[rows], depth, listed[rows]) for rows in order.blocks()]))
 
 
 def _library(name: str) -> Any:

@@ -74,30 +74,31 @@ class Order:
 
         Args:
             queries: which.
-            scores: (q, c) float32 or wider; ``-inf``: the document is not ranked.
+            scores: (q, c) float32 or wider.
             depth: documents that are kept.
-            listed: (q, c) int64, the documents of the columns, or :data:`UNRANKED`; None: all, in order.
+            listed: (q, c) int64, the document of each column, or :data:`UNRANKED`, of which the score does not matter;
+                None: all, in order.
 
         Returns:
             (q, min(depth, c)) int64 document numbers, best first; behind them :data:`UNRANKED`.
 
         Raises:
-            ValueError: a score is NaN or infinite.
+            ValueError: a score is NaN or infinite; names the query and the document.
         """
         if listed is None:
             listed = torch.arange(len(self.documents)).expand(scores.shape)
-        listed = listed.masked_fill(listed == self.itself[queries, None], UNRANKED).to(scores.device)
+        listed = listed.masked_fill(listed == self.itself[queries, None], UNRANKED)
+        # An odd factor permutes the int64, and the high bits of the product depend on all bits of both.
+        keys = (self.queries[queries, None] | 1) * self.documents[listed]
+        listed, keys = listed.to(scores.device), keys.to(scores.device)
         self._check(queries, scores, listed)
         scores = scores.masked_fill(listed == UNRANKED, -torch.inf)
-        # An odd factor permutes the int64, and the high bits of the product depend on all bits of both.
-        odd, documents = self.queries[queries, None] | 1, self.documents
-        keys = odd.to(scores.device) * documents.to(scores.device)[listed]
         order = keys.argsort(dim=1)
         order = order.gather(1, scores.gather(1, order).sort(dim=1, descending=True, stable=True).indices)[:, :depth]
-        return listed.gather(1, order).masked_fill(scores.gather(1, order) == -torch.inf, UNRANKED).cpu()
+        return listed.gather(1, order).cpu()
 
     def _check(self, queries: slice, scores: Tensor, listed: Tensor) -> None:
-        wrong = torch.nonzero((listed != UNRANKED) & (scores.isnan() | (scores == torch.inf)))
+        wrong = torch.nonzero((listed != UNRANKED) & ~scores.isfinite())
         if len(wrong):
             row, column = wrong[0].tolist()
             query, document = self.problem.queries[queries][row], self.problem.documents[int(listed[row, column])]
