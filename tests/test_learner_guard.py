@@ -59,7 +59,7 @@ def made(optimizer, count=1, fabric=None, hooks=(), **attributes):
     wrapped = fabric.setup_optimizers(*(optimizer([parameter]) for parameter in parameters))
     optimizers.optimizers = list(wrapped) if isinstance(wrapped, (list, tuple)) else [wrapped]
     optimizers.module = torch.nn.ParameterList(parameters)
-    context = SimpleNamespace(fabric=fabric, scaler=getattr(fabric.strategy.precision, "scaler", None))
+    context = SimpleNamespace(fabric=fabric, scaler=getattr(fabric.strategy.precision, "scaler", None), steps=1)
     optimizers.trainer_context = context
     for name, value in attributes.items():
         setattr(optimizers, name, value)

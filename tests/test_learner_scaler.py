@@ -23,8 +23,9 @@ def made(growth_interval=1):
     optimizers = Optimizers()
     optimizers.context = Context([])
     optimizers.scaler = None
+    optimizers.module = torch.nn.ParameterList(parameters)
     optimizers.optimizers = list(fabric.setup_optimizers(*(torch.optim.SGD([p], lr=0.125) for p in parameters)))
-    return fabric, parameters, optimizers, SimpleNamespace(scaler=precision.scaler)
+    return fabric, parameters, optimizers, SimpleNamespace(scaler=precision.scaler, steps=1)
 
 
 def back(fabric, parameters):

@@ -23,6 +23,7 @@ from xpmir_uform.data.items import Item
 from xpmir_uform.data.segments import blank_text
 from xpmir_uform.model.encoding import most_tokens
 from xpmir_uform.model.packing import pack
+from xpmir_uform.model.precision import Precision, compute_in, precision_of
 from xpmir_uform.model.uform import UFormEncoder
 
 TEXT_TOKENS = 64
@@ -30,8 +31,6 @@ TEXT_TOKENS = 64
 
 PROCESS_BYTES = 10**9
 """What a process takes before its first tensor: the context and kernels of a GPU, or Python and its libraries."""
-
-TYPES = {"64": torch.float64, "32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Footprint(NamedTuple):
@@ -56,14 +55,14 @@ def footprint(learner: Any, bag: Sequence[int] | None = None) -> Footprint:
         batch shape or is given the bytes to use. Temporary buffers are not counted.
 
     Raises:
-        ValueError: a precision that is not one of Fabric's plain ones, or a bag that the batch shape refuses.
+        ValueError: an unknown precision, or a bag that the batch shape refuses.
     """
-    held, computed = types_of(learner.fabric_config.precision)
+    precision = precision_of(learner.fabric_config.precision)
     batcher = made(learner.trainer.batcher)
     longest = batcher.longest if isinstance(batcher, UFormBatcher) else 0
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = built(learner.model, held)
-        cost = cost_of(model, longest, computed)
+        model = built(learner.model, precision)
+        cost = cost_of(model, longest, precision)
         optimizer = state_bytes(learner.optimizers, model)
     bags = ceil(learner.trainer.batch_size / (devices(learner.fabric_config) * learner.fabric_config.num_nodes))
     parameters = list(model.parameters())
@@ -97,35 +96,24 @@ def copied(value: Any) -> Any:
     return type(value)(**given)
 
 
-def built(config: Any, held: torch.dtype) -> UFormEncoder:
-    """The model of a configuration, with weights of type ``held``."""
+def built(config: Any, precision: Precision) -> UFormEncoder:
+    """The model of a configuration, as it is trained."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(held)
+    torch.set_default_dtype(precision.held)
     try:
         model = made(config)
         model.initialize()
     finally:
         torch.set_default_dtype(before)
+    if precision.computed and not precision.autocast:
+        compute_in(model, precision.computed)
     return model
 
 
-def types_of(precision: str) -> tuple[torch.dtype, torch.dtype | None]:
-    """The type of the weights, and the type that autocasting computes in, if any.
-
-    Raises:
-        ValueError: another precision.
-    """
-    name, _, kind = precision.partition("-")
-    if name not in TYPES or kind not in ("true", "mixed"):
-        known = ", ".join(f"{name}-true" for name in TYPES)
-        raise ValueError(f"precision is {precision!r}, expected one of {known}, 16-mixed, bf16-mixed")
-    return (TYPES[name], None) if kind == "true" else (torch.float32, TYPES[name])
-
-
-def cost_of(model: UFormEncoder, longest: int, computed: torch.dtype | None) -> CostModel:
+def cost_of(model: UFormEncoder, longest: int, precision: Precision) -> CostModel:
     """The cost model of a model, by the count of what autograd saves on texts of at most ``longest`` tokens."""
     cpu = torch.device("cpu")
-    context = partial(torch.autocast, "cpu", computed) if computed else nullcontext
+    context = partial(torch.autocast, "cpu", precision.computed) if precision.autocast else nullcontext
     return fit(probe(partial(pass_through, model, context), probe_lengths(longest, cpu), cpu))
 
 

@@ -10,7 +10,7 @@ from xpm_torch.metrics import Metrics, MetricsLogger
 from xpm_torch.trainers.context import TrainerContext
 
 from xpmir_uform.data.disk import copy_file
-from xpmir_uform.learner import checkpoint, facts, fit, manifest, shelf
+from xpmir_uform.learner import checkpoint, facts, fit, guard, manifest, shelf
 from xpmir_uform.learner.curves import Curves
 from xpmir_uform.learner.files import commit_folder, explained, point
 from xpmir_uform.learner.together import together
@@ -100,7 +100,7 @@ class UFormContext(TrainerContext):
         """Commits a checkpoint of the current step unless there is one, points ``last`` at it and prunes the oldest.
 
         Raises:
-            RuntimeError: a step is under way.
+            RuntimeError: a step is under way, or weights or moments are not finite.
             OSError: it cannot be written; those before are as they were.
         """
         if not self.is_global_zero():
@@ -118,6 +118,11 @@ class UFormContext(TrainerContext):
             shelf.prune(self.path, self.steps, self.keep, self.planned)
 
     def _commit(self, path: Path) -> Path:
+        optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in self.state.optimizer.optimizers]
+        guard.check_finite(
+            f"step {self.steps} is not saved, the checkpoints before it are as they were",
+            guard.written(self.unwrapped_model(), optimizers),
+        )
         if path.exists():
             shelf.set_aside(path, "it was there before this run came to that step", "stale")
         optimizer, state, values = self.state.optimizer.state_dict(), self._state(), self._facts()
@@ -195,6 +200,10 @@ class UFormContext(TrainerContext):
                 f"{path} is of step {found.state['steps']}, expected at most {max_epoch * self.steps_per_epoch}, where "
                 "this task ends: raise max_epochs or begin with an earlier checkpoint"
             )
+        parameters = dict(self.unwrapped_model().named_parameters())
+        weights = {name: tensor for name, tensor in found.weights.items() if name in parameters}
+        moments, _ = checkpoint.split_optimizers(found.optimizer["optimizers"])
+        guard.check_finite(f"{path} is whole, but cannot be gone on from", {**weights, **moments})
         self._apply(found, own)
         self.state.path = path if own else None
         self._audit(found, different, forced)

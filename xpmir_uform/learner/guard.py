@@ -3,6 +3,9 @@
 A step whose loss or gradient is not finite is skipped: no parameter, no number of an optimizer and no step count of it
 moves. The schedule goes on all the same: the rate of step t is a function of t alone, so that a resumed run has it too.
 All ranks decide alike: losses and gradients are sums over the ranks, in which one rank's NaN is everybody's.
+
+A finite gradient may still overflow a weight or a moment, and nothing can take that back. Both are therefore looked at
+after each update, and again before a checkpoint is written: the run ends, and its last checkpoint is finite.
 """
 
 import json
@@ -15,12 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 logger = logging.getLogger(__name__)
 
 BAD_BATCH = "bad_batch.json"
+SHOWN = 3
+"""Names of tensors in a message."""
+
+
+class NotFinite(RuntimeError):
+    """Weights or moments hold a NaN or an infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +133,36 @@ def judge(losses: Sequence[float], parameters: Sequence[Tensor], scale: float | 
     excused = finite and scale is not None and scale > 1.0
     nan, inf = (False, False) if excused else faults(losses, parameters)
     return Outcome(nan=nan, inf=inf, skipped=True, before=norm, scale=scale, excused=excused)
+
+
+def written(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """What an update writes, by name: the parameters, and what the optimizers keep of each."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+    kept = {
+        f"{key} of {names.get(parameter, 'a parameter')}": value
+        for optimizer in optimizers
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+    }
+    return {**{name: parameter.detach() for parameter, name in names.items()}, **kept}
+
+
+def check_finite(what: str, tensors: Mapping[str, Tensor]) -> None:
+    """Refuses tensors that hold a NaN or an infinity.
+
+    Args:
+        what: the beginning of the message.
+
+    Raises:
+        NotFinite: with the names of some of them.
+    """
+    found = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel()}
+    if not found or math.isfinite(get_total_norm(found.values(), math.inf)):
+        return
+    bad = [name for name, tensor in found.items() if not tensor.isfinite().all()]
+    more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
+    raise NotFinite(f"{what}: {', '.join(bad[:SHOWN])}{more} hold a NaN or an infinity")
 
 
 def clip(parameters: Sequence[Tensor], norm: float, longest: float) -> float:

@@ -2,13 +2,14 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
-from experimaestro import Config, GracefulTimeout, Meta, Param, ResumableTask, tqdm
+from experimaestro import Config, Constant, GracefulTimeout, Meta, Param, ResumableTask, tqdm
 from xpm_torch import ModuleLoader
 from xpm_torch.batchers import RecoverableOOMError
 from xpm_torch.context import InitializationHook
@@ -30,6 +31,7 @@ from xpmir_uform.learner.origin import Checkpoint
 from xpmir_uform.learner.scaling import Optimizers
 from xpmir_uform.learner.signals import Interruptions
 from xpmir_uform.learner.together import Watchdog, any_rank, check_started, limit_waiting, together
+from xpmir_uform.model.precision import compute_in, precision_of
 from xpmir_uform.trainer.loader import workers_explained
 from xpmir_uform.trainer.trainer import check_heads
 
@@ -51,6 +53,19 @@ def default_dtype(precision: str) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def prepare_precision(plugin: Any, name: str) -> None:
+    """Lets Fabric's ``bf16-true`` leave the parameters in float32: :func:`compute_in` rounds copies of them.
+
+    Raises:
+        ValueError: Fabric took another precision than ``name``, as it does of ``16-mixed`` on a CPU.
+    """
+    if plugin.precision != name:
+        raise ValueError(f"precision is {name!r} and Fabric would take {plugin.precision!r}: {name} needs a GPU")
+    if name == "bf16-true":
+        plugin.convert_module = lambda module: module
+        plugin.module_init_context = nullcontext
+
+
 class UFormLearner(Learner, ResumableTask):
     """Trains a model; killed at any moment and run again, it goes on from its last checkpoint.
 
@@ -59,6 +74,9 @@ class UFormLearner(Learner, ResumableTask):
     """
 
     __xpmid__ = "uform.learner"
+
+    version: Constant[int] = 2
+    """2: parameters are float32 under ``bf16-true``"""
 
     clip_norm: Param[float] = default(0.0)
     """The norm that the gradient of all parameters is shortened to where it is longer; 0: it never is"""
@@ -100,6 +118,7 @@ class UFormLearner(Learner, ResumableTask):
         if not self.optimizers:
             raise ValueError("optimizers is empty, expected at least one: adamw(schedule) makes them")
         check_heads(getattr(self.trainer, "losses", ()), self.model)
+        precision_of(self.fabric_config.precision)
         strategy = self.fabric_config.strategy
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy is {strategy!r}, expected one of {', '.join(STRATEGIES)}")
@@ -172,6 +191,7 @@ class UFormLearner(Learner, ResumableTask):
         fabric = self.fabric_config.get_fabric()
         limit_waiting(fabric, self.rank_timeout)
         with Interruptions(self.remaining_time, self.time_margin) as self.interruptions:
+            prepare_precision(fabric.strategy.precision, self.fabric_config.precision)
             fabric.launch()
             check_started(fabric, self.fabric_config)
             with (
@@ -216,6 +236,9 @@ class UFormLearner(Learner, ResumableTask):
         self._seed()
         with fabric.init_module():
             self.trainer.initialize(self.random.state, self.context)
+        precision = precision_of(self.fabric_config.precision)
+        if precision.computed and not precision.autocast:
+            compute_in(self.model, precision.computed)
         self.frozen_counts = freeze(self.model, self.frozen)
         self.context.subject = replace(self.context.subject, data=fingerprint(getattr(self.trainer, "sampler", None)))
         for listener in self.listeners:

@@ -70,6 +70,10 @@ class Optimizers(ScheduledOptimizer):
         after = guard.clip(parameters, norm, self.clip_norm)
         for optimizer in optimizers:
             optimizer.step()
+        guard.check_finite(
+            f"step {context.steps} is not saved: lower the learning rate or clip the gradient (its norm is {norm:.4g})",
+            guard.written(self.module, optimizers),
+        )
         return replace(outcome, clipped=after < outcome.before, after=after)
 
 

@@ -4,6 +4,7 @@ Letters: T tokens, S answer slots, H hidden, A heads, D width of a head, K patch
 """
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -127,7 +128,7 @@ class Encoder(nn.Module):
         self._check(packed)
         parts = [self.bytes(packed.byte_ids)]
         for name, embedding in self.patches.items():
-            weight = embedding.get_parameter("weight")
+            weight = cast(nn.Linear, embedding).weight
             values = packed.patches.get(Modality[name.upper()], weight.new_zeros((0, weight.shape[1])))
             parts.append(embedding(values.to(weight.dtype)))
         x = torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -140,6 +141,6 @@ class Encoder(nn.Module):
                 raise ValueError(
                     f"this encoder has no {name} input: it reads text{''.join(', ' + m for m in self.patches)}"
                 )
-            expected = self.patches[name].get_parameter("weight").shape[1]
+            expected = cast(nn.Linear, self.patches[name]).in_features
             if values.shape[1] != expected:
                 raise ValueError(f"{name} patches have {values.shape[1]} values, this encoder expects {expected}")

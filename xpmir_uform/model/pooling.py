@@ -52,6 +52,9 @@ class Pooling(nn.Module):
         ValueError: a size below 1, or temperatures out of order.
     """
 
+    UNROUNDED = ("log_inverse_temperature", "bias")
+    """Kept as they are where the pass computes in bfloat16, whose step at a bias of -10 is 1/16."""
+
     def __init__(
         self,
         hidden: int,
