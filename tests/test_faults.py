@@ -4,7 +4,9 @@ import errno
 import importlib
 import json
 import logging
+import multiprocessing
 import os
+import pickle
 import signal
 from dataclasses import replace
 
@@ -18,7 +20,8 @@ from xpmir_uform.learner import shelf
 from xpmir_uform.learner.curves import Curves
 from xpmir_uform.learner.files import explained
 from xpmir_uform.learner.journal import Journal, read
-from xpmir_uform.trainer.loader import iterate_steps, workers_explained
+from xpmir_uform.trainer.loader import iterate_steps
+from xpmir_uform.trainer.workers import WorkerLost, received, workers_explained
 
 GROUPS = "changes damage disk hostile lost numbers races saving stopping surroundings".split()
 
@@ -209,3 +212,47 @@ def test_a_worker_that_was_killed_is_told_of_and_another_error_is_left_as_it_is(
         raise RuntimeError(f"DataLoader worker (pid 7) is killed by signal: {signal.SIGKILL.name}. ")
     with pytest.raises(RuntimeError, match=r"^Caught KeyError in DataLoader worker process 0\."), workers_explained():
         raise RuntimeError("Caught KeyError in DataLoader worker process 0.")
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """One that was killed, one that lives."""
+    pair = [multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True) for _ in range(2)]
+    for process in pair:
+        process.start()
+    os.kill(pair[0].pid, signal.SIGKILL)
+    yield pair
+    pair[1].kill()
+
+
+SHOWN = [
+    ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)),
+    BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)),
+    EOFError(),
+    pickle.UnpicklingError("pickle data was truncated"),
+    RuntimeError("unable to open shared memory object </torch_7_8_9> in read-write mode"),
+    FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/tmp/pymp-7/listener-8"),
+]
+
+
+@pytest.mark.parametrize("error", SHOWN, ids=lambda error: type(error).__name__)
+def test_a_lost_worker_is_told_of_however_it_shows_itself(processes, error):
+    def steps():
+        yield 1
+        raise error
+
+    found = received(steps(), processes)
+    assert next(found) == 1
+    with pytest.raises(WorkerLost, match="was ended by SIGKILL.*fewer num_workers") as told:
+        next(found)
+    assert told.value.__cause__ is error
+
+
+def test_an_error_while_every_worker_lives_or_that_one_sent_is_left_as_it_is(processes, monkeypatch):
+    monkeypatch.setattr("xpmir_uform.trainer.workers.NOTICED_SECONDS", 0.1)
+    for workers, text in (
+        (processes[1:], "of another kind"),
+        (processes, "Caught EOFError in DataLoader worker process 1."),
+    ):
+        with pytest.raises(EOFError, match=text), workers_explained(workers):
+            raise EOFError(text)

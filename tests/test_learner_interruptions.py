@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from experimaestro import Constant, GracefulTimeout, TaskCancelled, taskglobals
 from experimaestro.xpmutils import DirectoryContext
 from safetensors.torch import load_file
+from torch.utils.data import Dataset
 from xpm_torch import Random
 from xpm_torch.configuration import FabricConfiguration
 from xpm_torch.context import InitializationHook
@@ -38,7 +40,8 @@ from xpmir_uform import (
 from xpmir_uform.learner import checkpoint, lock, manifest, signals
 from xpmir_uform.learner.lock import Occupied, only_one
 from xpmir_uform.learner.together import LOST
-from xpmir_uform.trainer.loader import begin_worker
+from xpmir_uform.trainer.loader import iterate_steps
+from xpmir_uform.trainer.workers import PASSED_OVER, begin_worker
 
 EPOCHS, STEPS = 3, 4
 TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
@@ -221,8 +224,8 @@ def test_a_signal_before_training_leaves_with_the_first_checkpoint(execute, tmp_
 
 def test_signals_to_the_loader_too_as_batch_systems_send_them(execute, tmp_path, whole):
     def to_all():
-        for process in [*multiprocessing.active_children(), multiprocessing.current_process()]:
-            os.kill(process.pid, TERM)
+        processes = [*multiprocessing.active_children(), multiprocessing.current_process()]
+        subprocess.run(["kill", "-TERM", *(str(process.pid) for process in processes)], check=True)
         time.sleep(0.2)
 
     At.acts[6] = to_all
@@ -232,18 +235,43 @@ def test_signals_to_the_loader_too_as_batch_systems_send_them(execute, tmp_path,
     assert content(tmp_path) == whole
 
 
-@pytest.mark.parametrize("number", signals.SIGNALS)
+@pytest.mark.parametrize("number", PASSED_OVER)
 def test_a_second_signal_ends_a_loader_worker(number):
     def work():
         begin_worker(0)
         os.kill(os.getpid(), number)
+        while number in signal.sigpending():
+            time.sleep(0.01)
         os.kill(os.getpid(), number)
-        os._exit(0)
+        time.sleep(60)
 
     process = FORK.Process(target=work)
     process.start()
-    process.join(20)
+    process.join(60)
     assert process.exitcode == -number
+
+
+def test_a_loader_worker_ends_with_what_it_raises_and_at_the_exit_of_its_parent(tmp_path):
+    class Broken(Dataset):
+        def __getitem__(self, number):
+            if number == 2:
+                raise ValueError("bag 2 is broken")
+            return number
+
+    def train():
+        # A module holds the loader beyond the error, as a traceback does.
+        multiprocessing.loader = iterate_steps(Broken(), 0, 2)
+        try:
+            assert [*multiprocessing.loader] == []
+        except ValueError as error:
+            (tmp_path / "said").write_text(f"{error}")
+        sys.exit(3)
+
+    process = FORK.Process(target=train)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 3
+    assert "bag 2 is broken" in (tmp_path / "said").read_text()
 
 
 def test_what_fails_after_a_signal_is_run_again(execute, tmp_path, whole):

@@ -32,8 +32,8 @@ from xpmir_uform.learner.scaling import Optimizers
 from xpmir_uform.learner.signals import Interruptions
 from xpmir_uform.learner.together import Watchdog, any_rank, check_started, limit_waiting, together
 from xpmir_uform.model.precision import compute_in, precision_of
-from xpmir_uform.trainer.loader import workers_explained
 from xpmir_uform.trainer.trainer import check_heads
+from xpmir_uform.trainer.workers import workers_explained
 
 logger = logging.getLogger(__name__)
 

@@ -1,9 +1,6 @@
 """Loading: step t's global batch, this rank's part of it decoded, by any number of workers, in order."""
 
-import ctypes
-import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -24,9 +21,7 @@ from xpmir_uform.data.sampling import BagSampler
 from xpmir_uform.data.segments import Segment
 from xpmir_uform.losses.base import BatchLoss
 from xpmir_uform.model.encoding import most_tokens
-
-PR_SET_PDEATHSIG = 1
-"""Of Linux's ``prctl``."""
+from xpmir_uform.trainer.workers import begin_worker, received
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +158,7 @@ def sizes(
 
 def iterate_steps(dataset: StepDataset, start: int, workers: int) -> Iterator[LoadedStep]:
     """The steps from ``start`` on, without end. The generator keeps torch's global random state out of it."""
-    return iter(
+    steps = iter(
         DataLoader(
             dataset,
             batch_size=None,
@@ -173,36 +168,4 @@ def iterate_steps(dataset: StepDataset, start: int, workers: int) -> Iterator[Lo
             worker_init_fn=begin_worker,
         )
     )
-
-
-@contextmanager
-def workers_explained() -> Iterator[None]:
-    """Says what to do when a loader worker was ended from outside, which torch tells of at any moment."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "DataLoader worker (pid" not in str(error):
-            raise
-        raise RuntimeError(
-            f"a loader worker did not end by itself ({error}): memory may have run out. Nothing that was saved is "
-            "lost; run the task again, with fewer num_workers if it happens again"
-        ) from error
-
-
-def begin_worker(worker: int) -> None:
-    """Prepares a worker to end with the process that made it, neither before nor after.
-
-    A batch system asks every process of a job to stop, and the training process needs its workers for one more step:
-    the first such signal is passed over here, a second one ends the worker.
-    """
-    die_with_parent()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, lambda number, frame: signal.signal(number, signal.SIG_DFL))
-
-
-def die_with_parent() -> None:
-    """Asks the kernel to end this worker with the process that made it.
-
-    A worker whose queue is full when that process is killed would wait for ever, and hold the job's lock.
-    """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    return received(steps, getattr(steps, "_workers", ()))
