@@ -243,7 +243,7 @@ def test_a_lost_worker_is_told_of_however_it_shows_itself(processes, error):
 
     found = received(steps(), processes)
     assert next(found) == 1
-    with pytest.raises(WorkerLost, match="was ended by SIGKILL.*fewer num_workers") as told:
+    with pytest.raises(WorkerLost, match=r"was ended by SIGKILL.*fewer num_workers") as told:
         next(found)
     assert told.value.__cause__ is error
 
