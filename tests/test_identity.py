@@ -5,8 +5,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from xpm_torch import Random
 from xpm_torch.configuration import FabricConfiguration
+from xpm_torch.optim import AdamW, ParameterOptimizer
 
 from xpmir_uform import (
     AudioShape,
@@ -28,6 +30,7 @@ from xpmir_uform import (
     MultimodalRetrieval,
     Negatives,
     PooledHead,
+    PooledRanker,
     RankedForm,
     RetrievalEvaluation,
     RetrievalValidation,
@@ -38,6 +41,8 @@ from xpmir_uform import (
     VideoShape,
     adamw,
 )
+from xpmir_uform.data.checks import validate
+from xpmir_uform.learner.redundant import FP32_PRECISION
 
 FROZEN = Path(__file__).parent / "assets" / "identifiers.json"
 
@@ -164,6 +169,100 @@ def made(params):
 @pytest.mark.parametrize("name", META)
 def test_what_does_not_change_the_result_does_not_change_the_identifier(name):
     assert identifier(made(META[name])) == identifier(learner())
+
+
+def test_every_default_may_be_given():
+    """The identifier of a class with all of its defaults given is that with none."""
+    tried = 0
+    for cls in all_configs():
+        arguments = cls.__getxpmtype__().arguments
+        given = {name: argument.default for name, argument in arguments.items() if may_be_given(argument)}
+        needed = any(argument.required and not argument.generator for argument in arguments.values())
+        if given and not needed and not inspect.isabstract(cls) and cls.__name__ not in ABSTRACT:
+            assert identifier(cls.C(**given)) == identifier(cls.C()), cls
+            tried += 1
+    assert tried > 5
+
+
+def may_be_given(argument):
+    return argument.default is not None and not (argument.generator or argument.ignored or argument.constant)
+
+
+def test_the_ranker_that_is_meant_may_be_given():
+    retrievals = {"a": EmojiRetrieval.C(collection=collection(), direction="image-text")}
+    given = RetrievalEvaluation.C(model=encoder(), retrievals=retrievals, ranker=PooledRanker.C())
+    assert identifier(given) == identifier(RetrievalEvaluation.C(model=encoder(), retrievals=retrievals))
+
+
+def test_numbers_are_of_the_type_of_their_field():
+    assert identifier(MaskedLoss.C(token_mean_span=3)) == identifier(MaskedLoss.C(token_mean_span=3.0))
+    assert identifier(CosineSchedule.C(learning_rate=1)) == identifier(CosineSchedule.C(learning_rate=1.0))
+
+
+REDUNDANT = {
+    "the length of the training": {"optimizers": lambda: adamw(CosineSchedule.C(learning_rate=2e-3, steps=700))},
+    "a rate that is replaced": {
+        "optimizers": lambda: [
+            ParameterOptimizer.C(optimizer=AdamW.C(lr=0.5), scheduler=CosineSchedule.C(learning_rate=2e-3))
+        ]
+    },
+    "float32 precision": {"fabric": {"torch_fp32_precision": "high"}},
+    "float32 precision of halves": {"fabric": {"precision": "bf16-mixed", "torch_fp32_precision": "medium"}},
+    "no augmentation": {"trainer": {"augmentation": Augmentation.C(shift=0)}},
+    "the whole width": {"loss": lambda: ContrastiveLoss.C(matryoshka_dimensions=[64])},
+    "no ambient cells": {"loss": lambda: ContrastiveLoss.C(negatives=Negatives.NAMED, ambient_weight=0.5)},
+    "no value": {"loss": lambda: MaskedLoss.C(token_mean_span=None)},
+}
+
+
+def legal(config):
+    """It, with as many names as there are languages."""
+    config.trainer.sampler.source.others = 1
+    return config
+
+
+@pytest.mark.parametrize("name", REDUNDANT)
+def test_what_repeats_a_default_that_depends_on_other_fields_is_refused(name):
+    """The same training would have two identifiers."""
+    with pytest.raises(ValueError, match="leave it out"):
+        validate(legal(made(REDUNDANT[name])))
+
+
+def test_models_that_repeat_the_learners_are_refused():
+    twice = legal(learner())
+    twice.trainer.model = twice.model
+    with pytest.raises(ValueError, match=r"the trainer's model is given, .*: leave it out"):
+        validate(twice)
+    twice = legal(learner())
+    twice.optimizers[1].module = twice.model
+    with pytest.raises(ValueError, match=r"an optimizer's module is given, .*: leave it out"):
+        validate(twice)
+
+
+ACCEPTED = {
+    "another length": {"optimizers": lambda: adamw(CosineSchedule.C(learning_rate=2e-3, steps=701))},
+    "another precision": {"fabric": {"torch_fp32_precision": "highest"}},
+    "high in halves": {"fabric": {"precision": "bf16-mixed", "torch_fp32_precision": "high"}},
+    "some augmentation": {"trainer": {"augmentation": Augmentation.C(shift=1)}},
+    "levels": {"loss": lambda: ContrastiveLoss.C(matryoshka_dimensions=[16, 64])},
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_what_differs_from_a_default_is_another_task(name):
+    validate(legal(made(ACCEPTED[name])))
+    assert identifier(made(ACCEPTED[name])) != identifier(learner())
+
+
+def test_what_xpm_torch_takes_an_absent_float32_precision_for():
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision in ("32-true", "64-true", "bf16-true", "bf16-mixed", "16-mixed"):
+            fabric = FabricConfiguration.C(precision=precision, accelerator="cpu", devices="1").instance()
+            fabric.get_fabric()
+            assert fabric.torch_fp32_precision == FP32_PRECISION.get(precision, "high")
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize("name", PARAM)

@@ -6,6 +6,7 @@ For each seed one model is trained by contrast from its initial weights, and one
 number of steps, from the weights that masked reconstruction taught it before.
 """
 
+import attrs
 from experimaestro.experiments import configuration
 from experimaestro.experiments.configuration import ConfigurationBase
 
@@ -41,13 +42,7 @@ class MaskSettings:
 
     def loss(self) -> MaskedLoss:
         """The loss."""
-        return MaskedLoss.C(
-            token_mask_probability=self.token_mask_probability,
-            token_mean_span=self.token_mean_span,
-            image_mask_ratio=self.image_mask_ratio,
-            text_weight=self.text_weight,
-            image_weight=self.image_weight,
-        )
+        return MaskedLoss.C(**{name: value for name, value in attrs.asdict(self).items() if value is not None})
 
 
 @configuration

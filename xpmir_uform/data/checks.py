@@ -16,6 +16,10 @@ def validate(config: Config) -> None:
     """
     for part in _parts(config):
         validate(part)
+    for name, value in cast(Any, config).__xpm__.values.items():
+        # experimaestro takes a None that was given for a value, and hashes it.
+        if value is None and (usual := type(config).__xpmtype__.arguments[name].default) is not None:
+            raise ValueError(f"{name} is None, expected a value; leave it out for its default, {usual!r}")
     own = getattr(type(config).__xpmtype__.value_type, "__validate__", None)
     if own is not None:
         own(config)

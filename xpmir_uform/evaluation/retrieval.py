@@ -20,7 +20,7 @@ from xpmir_uform.data.fields import default
 from xpmir_uform.data.retrieval import Retrieval, RetrievalSet
 from xpmir_uform.evaluation.devices import device_of
 from xpmir_uform.evaluation.measures import MEASURES, chance, counts_of, measure
-from xpmir_uform.evaluation.rankers import Ranker, pooled_ranking
+from xpmir_uform.evaluation.rankers import PooledRanker, Ranker, pooled_ranking
 from xpmir_uform.evaluation.results import write_each, write_json
 from xpmir_uform.evaluation.search import UNRANKED, Order, Ranking
 
@@ -144,8 +144,8 @@ class RetrievalEvaluation(Task):
     retrievals: Param[dict[str, RetrievalSet]]
     """The search problems by name"""
 
-    ranker: Param[Ranker | None] = default()
-    """How documents are ordered; None: by pooled embeddings"""
+    ranker: Param[Ranker] = default(factory=PooledRanker.C)
+    """How documents are ordered; by default by pooled embeddings"""
 
     depth: Param[int] = default(10)
     """How many of each query's documents are recorded"""
@@ -167,5 +167,4 @@ class RetrievalEvaluation(Task):
 
     def evaluate(self, name: str) -> dict[str, Any]:
         """The results of one problem."""
-        rank = self.ranker.rank if self.ranker else pooled_ranking
-        return evaluate(self.retrievals[name].load(), partial(rank, self.model), self.depth)
+        return evaluate(self.retrievals[name].load(), partial(self.ranker.rank, self.model), self.depth)

@@ -28,6 +28,7 @@ from xpmir_uform.learner.freezing import freeze
 from xpmir_uform.learner.lock import only_one
 from xpmir_uform.learner.observer import Observer, losses_of
 from xpmir_uform.learner.origin import Checkpoint
+from xpmir_uform.learner.redundant import refuse_redundant
 from xpmir_uform.learner.scaling import Optimizers
 from xpmir_uform.learner.signals import Interruptions
 from xpmir_uform.learner.together import Watchdog, any_rank, check_started, limit_waiting, together
@@ -137,6 +138,7 @@ class UFormLearner(Learner, ResumableTask):
                 f"checkpoint_steps is {self.checkpoint_steps}, time_margin {self.time_margin} and rank_timeout "
                 f"{self.rank_timeout}, expected at least 0, at least 0 and more than 0"
             )
+        refuse_redundant(self)
 
     def __submit__(self, dep, add_action):
         """The loader of the trained model, those of its listeners, and its checkpoints.

@@ -40,8 +40,8 @@ class Checkpoint(Config):
     def _check_name(self) -> None:
         if bool(self.sha256) == bool(self.task):
             raise ValueError(
-                f"the checkpoint at {self.path} has the sha256 {self.sha256!r} and the task {self.task!r}, expected one "
-                "of them, since its place is not a part of identifiers: checkpoint_at(path) takes the sha256"
+                f"the checkpoint at {self.path} has the sha256 {self.sha256!r} and the task {self.task!r}, expected "
+                "one of them, since its place is not a part of identifiers: checkpoint_at(path) takes the sha256"
             )
         if self.sha256 and not SHA256.fullmatch(self.sha256):
             raise ValueError(f"sha256 is {self.sha256!r}, expected 64 hexadecimal digits: checkpoint_at(path) takes it")

@@ -69,6 +69,10 @@ class ContrastiveLoss(JointLoss):
         if self.backend not in BACKENDS:
             raise ValueError(f"backend is {self.backend!r}, expected one of {', '.join(BACKENDS)}")
         check_weight("ambient_weight", self.ambient_weight)
+        if self.negatives == Negatives.NAMED and self.ambient_weight != 1.0:
+            raise ValueError(
+                f"ambient_weight is {self.ambient_weight} and negatives is named, which has no such cells: leave it out"
+            )
         if any(low >= high for low, high in pairwise([0, *self.matryoshka_dimensions])):
             raise ValueError(f"matryoshka_dimensions is {self.matryoshka_dimensions}, expected positive and ascending")
 

@@ -20,22 +20,7 @@ from xpmir_uform.data.vocabulary import Modality
 from xpmir_uform.losses.base import AdditiveLoss, Answers, LossValue
 
 NAMES = {modality: modality.name.lower() for modality in Modality}
-DEFAULTS = {
-    # Bytes: ByT5 (Xue et al., TACL 2022, section 3.2), and BERT (Devlin et al., NAACL 2019, section 3.1).
-    "token_mask_probability": 0.15,
-    "token_mean_span": 20.0,
-    "replace_fraction": 0.8,
-    "random_fraction": 0.1,
-    # MAE (He et al., CVPR 2022), VideoMAE (Tong et al., NeurIPS 2022), Audio-MAE (Huang et al., NeurIPS 2022).
-    "image_mask_ratio": 0.75,
-    "video_mask_ratio": 0.9,
-    "audio_mask_ratio": 0.8,
-    **{f"{name}_weight": 1.0 for name in NAMES.values()},
-}
-"""What a field that is not given is taken for."""
-
-RATIOS = ("token_mask_probability", *(name for name in DEFAULTS if name.endswith("_ratio")))
-WEIGHTS = tuple(name for name in DEFAULTS if name.endswith("_weight"))
+PATCHES = [name for modality, name in NAMES.items() if modality != Modality.TEXT]
 
 
 def byte_loss(logits: Tensor, truth: Tensor) -> Tensor:
@@ -72,38 +57,40 @@ class MaskedLoss(AdditiveLoss):
 
     __xpmid__ = "uform.masked-loss"
 
-    token_mask_probability: Param[float | None] = default()
-    """Share of a text's bytes that are chosen, in spans; absent: 0.15 (ByT5)"""
+    # Bytes: ByT5 (Xue et al., TACL 2022, section 3.2), and BERT (Devlin et al., NAACL 2019, section 3.1).
+    token_mask_probability: Param[float] = default(0.15)
+    """Share of a text's bytes that are chosen, in spans (ByT5)"""
 
-    token_mean_span: Param[float | None] = default()
-    """Mean length of a span, in bytes, geometrically distributed; absent: 20 (ByT5)"""
+    token_mean_span: Param[float] = default(20.0)
+    """Mean length of a span, in bytes, geometrically distributed (ByT5)"""
 
-    replace_fraction: Param[float | None] = default()
-    """Probability that a chosen byte is replaced by the mask slot; absent: 0.8 (BERT)"""
+    replace_fraction: Param[float] = default(0.8)
+    """Probability that a chosen byte is replaced by the mask slot (BERT)"""
 
-    random_fraction: Param[float | None] = default()
-    """Probability that it is replaced by a random byte; absent: 0.1 (BERT)"""
+    random_fraction: Param[float] = default(0.1)
+    """Probability that it is replaced by a random byte (BERT)"""
 
-    image_mask_ratio: Param[float | None] = default()
-    """Share of an image's patches that are masked; absent: 0.75 (MAE)"""
+    # MAE (He et al., CVPR 2022), VideoMAE (Tong et al., NeurIPS 2022), Audio-MAE (Huang et al., NeurIPS 2022).
+    image_mask_ratio: Param[float] = default(0.75)
+    """Share of an image's patches that are masked (MAE)"""
 
-    video_mask_ratio: Param[float | None] = default()
-    """Share of a video's tubes that are masked; absent: 0.9 (VideoMAE)"""
+    video_mask_ratio: Param[float] = default(0.9)
+    """Share of a video's tubes that are masked (VideoMAE)"""
 
-    audio_mask_ratio: Param[float | None] = default()
-    """Share of a sound's chunks that are masked; absent: 0.8 (Audio-MAE)"""
+    audio_mask_ratio: Param[float] = default(0.8)
+    """Share of a sound's chunks that are masked (Audio-MAE)"""
 
-    text_weight: Param[float | None] = default()
-    """Factor of the mean over bytes; absent: 1"""
+    text_weight: Param[float] = default(1.0)
+    """Factor of the mean over bytes"""
 
-    image_weight: Param[float | None] = default()
-    """Factor of the mean over an image's patches; absent: 1"""
+    image_weight: Param[float] = default(1.0)
+    """Factor of the mean over an image's patches"""
 
-    video_weight: Param[float | None] = default()
-    """Factor of the mean over tubes; absent: 1"""
+    video_weight: Param[float] = default(1.0)
+    """Factor of the mean over tubes"""
 
-    audio_weight: Param[float | None] = default()
-    """Factor of the mean over chunks; absent: 1"""
+    audio_weight: Param[float] = default(1.0)
+    """Factor of the mean over chunks"""
 
     NAME = "masked"
     HEADS = ("bytes", "patches")
@@ -111,30 +98,27 @@ class MaskedLoss(AdditiveLoss):
 
     def __validate__(self):
         super().__validate__()
-        for name in RATIOS:
-            if not 0 <= setting(self, name) <= 1:
-                raise ValueError(f"{name} is {setting(self, name)}, expected 0 (nothing) to 1 (everything)")
-        replaced, random = setting(self, "replace_fraction"), setting(self, "random_fraction")
+        for name in ("token_mask_probability", *(f"{name}_mask_ratio" for name in PATCHES)):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected 0 (nothing) to 1 (everything)")
+        replaced, random = self.replace_fraction, self.random_fraction
         if min(replaced, random) < 0 or not replaced + random <= 1:
             raise ValueError(
                 f"replace_fraction is {replaced} and random_fraction {random}, expected at least 0 and at most 1 in all"
             )
-        if not 1 <= setting(self, "token_mean_span") <= LONGEST_MEAN:
-            raise ValueError(
-                f"token_mean_span is {setting(self, 'token_mean_span')}, expected 1 to {LONGEST_MEAN} bytes"
-            )
-        for name in WEIGHTS:
-            if not (setting(self, name) >= 0 and isfinite(setting(self, name))):
-                raise ValueError(f"{name} is {setting(self, name)}, expected finite and at least 0")
+        if not 1 <= self.token_mean_span <= LONGEST_MEAN:
+            raise ValueError(f"token_mean_span is {self.token_mean_span}, expected 1 to {LONGEST_MEAN} bytes")
+        for name in (f"{name}_weight" for name in NAMES.values()):
+            if not (getattr(self, name) >= 0 and isfinite(getattr(self, name))):
+                raise ValueError(f"{name} is {getattr(self, name)}, expected finite and at least 0")
 
     def ask(self, segment: Segment, item: Item, seed: int, step: int) -> Segment:
         """The segment with some of its tokens masked."""
         draw = generator(seed, Purpose.MASK, step, item.key)
         if segment.modality == Modality.TEXT:
-            fractions = setting(self, "replace_fraction"), setting(self, "random_fraction")
-            probability, mean_span = setting(self, "token_mask_probability"), setting(self, "token_mean_span")
-            return mask_text(segment, probability, mean_span, fractions, draw)
-        return mask_patches(segment, setting(self, f"{NAMES[segment.modality]}_mask_ratio"), draw)
+            fractions = self.replace_fraction, self.random_fraction
+            return mask_text(segment, self.token_mask_probability, self.token_mean_span, fractions, draw)
+        return mask_patches(segment, getattr(self, f"{NAMES[segment.modality]}_mask_ratio"), draw)
 
     def counts(self, questions: Questions) -> Tensor:
         """(4,) float64: the masked places of each modality."""
@@ -163,15 +147,9 @@ class MaskedLoss(AdditiveLoss):
 
     def _weighted(self, modality: Modality, mean: Tensor, answers: Answers) -> Tensor:
         """A mean times its weight. What weighs 0 gives 0, and gradients of 0, even if it is not finite."""
-        weight, told = setting(self, f"{NAMES[modality]}_weight"), told_of(modality, answers)
+        weight, told = getattr(self, f"{NAMES[modality]}_weight"), told_of(modality, answers)
         assert told is not None
         return weight * mean if weight > 0 else torch.where(torch.zeros_like(told, dtype=torch.bool), told, 0.0).sum()
-
-
-def setting(loss: MaskedLoss, name: str) -> float:
-    """The value of a field, or that which an absent one is taken for; 0 is a value like any other."""
-    value = getattr(loss, name)
-    return DEFAULTS[name] if value is None else value
 
 
 def told_of(modality: Modality, answers: Answers) -> Tensor | None:
