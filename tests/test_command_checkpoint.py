@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from xpmir_uform.commands import main
+from xpmir_uform.data.disk import seal
 from xpmir_uform.learner import checkpoint, manifest, shelf
 from xpmir_uform.learner.files import commit_folder, point
 from xpmir_uform.learner.fit import Subject, fit_of, model_layout
@@ -125,17 +126,54 @@ def test_diff(job, capsys):
     assert capsys.readouterr().out == "The manifests agree.\nEvery tensor is the same, bit for bit.\n"
 
 
+def test_what_cannot_be_done_is_said_in_one_line(capsys):
+    assert main(["checkpoint", "show", "nowhere"]) == 1
+    assert capsys.readouterr().err.startswith("xpmir-uform: nowhere holds no checkpoint")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["show", "nowhere"], "nowhere holds no checkpoint"),
-        (["diff", "one"], "diff was given 1 paths, expected 2"),
-        (["verify", "one", "two"], "verify was given 2 paths, expected 1"),
+        (["diff", "one"], "the following arguments are required: OTHER"),
+        (["verify", "one", "two"], "unrecognized arguments: two"),
+        (["export", "one", "two", "--step", "3", "--best"], "not allowed with argument --step"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_one_line(capsys, arguments, message):
-    assert main(["checkpoint", *arguments]) == 1
-    assert capsys.readouterr().err.startswith(f"xpmir-uform: {message}")
+def test_arguments_that_an_action_does_not_take_are_refused(capsys, arguments, message):
+    with pytest.raises(SystemExit) as ended:
+        main(["checkpoint", *arguments])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+ESCAPES = "red\x1b[31m\x07\x9b2J\u202e"
+
+
+def test_a_strangers_manifest_is_printed_without_characters_that_a_terminal_obeys(job, capsys):
+    folder = (job / "checkpoints" / "last").resolve()
+    values = manifest.read(folder)
+    values["config"][ESCAPES] = values["environment"]["device_name"] = values["identifier"] = ESCAPES
+    values["audits"][0]["reason"] = values["audits"][0]["fields"]["batch_size"][0] = ESCAPES
+    values["versions"][ESCAPES] = ESCAPES
+    (folder / manifest.NAME).write_text(seal(values))
+    other = job / "checkpoints" / "step-00000008"
+    for arguments in (["show", folder], ["lineage", folder], ["diff", folder, other], ["verify", job]):
+        main(["checkpoint", *map(str, arguments)])
+    shown, err = capsys.readouterr()
+    assert "red\\x1b[31m\\x07\\x9b2J\\u202e" in shown
+    assert all(part.isprintable() or part == "\n" for part in shown + err)
+
+
+@pytest.mark.parametrize("action", ["show", "verify", "lineage", "export"])
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"{" * 9, b"\0" * (17 << 20), b'{"digest": ' + b"9" * 5000 + b"}"])
+def test_a_strangers_manifest_ends_in_one_line(job, tmp_path, capsys, action, content):
+    folder = (job / "checkpoints" / "last").resolve()
+    (folder / manifest.NAME).write_bytes(content)
+    assert main(["checkpoint", action, str(folder), *([str(tmp_path / "out")] if action == "export" else [])]) == 1
+    out, err = capsys.readouterr()
+    assert "manifest.json" in out + err
+    assert len((out + err).splitlines()) == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_console_script_is_there(job):

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from xpmir_uform.data.disk import printable
+
 NAMES = ("checkpoint", "report", "index", "search")
 """The subcommands; a new one is a module and its name here."""
 
@@ -38,5 +40,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return chosen.run(chosen)
     except (ValueError, OSError) as error:
-        print(f"xpmir-uform: {error}", file=sys.stderr)
+        print(f"xpmir-uform: {printable(error)}", file=sys.stderr)
         return 1

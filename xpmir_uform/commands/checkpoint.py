@@ -1,11 +1,12 @@
-"""Show, verify, trace or compare checkpoints.
+"""Show, verify, trace, compare or export checkpoints.
 
 PATH is a checkpoint, or the folder of a job (then its newest one; ``verify``: all of them).
 
-    show PATH       what it is, of which task, made where
-    verify PATH     whether every byte is what was written; status 1 if not
-    lineage PATH    what it follows, and each time training was resumed
-    diff PATH PATH  what differs: configuration, data, versions, tensors
+    show PATH           what it is, of which task and settings, made where
+    verify PATH         whether every byte is what was written; status 1 if not
+    lineage PATH        what it follows, and each time training was resumed
+    diff PATH PATH      what differs: configuration, data, versions, tensors
+    export PATH FOLDER  writes its model to a folder for load_model; --step or --best choose one of a job
 """
 
 import argparse
@@ -13,35 +14,60 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from xpmir_uform.data.disk import printable
+
 SHOWN = 20
 """Tensors that ``diff`` lists."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
-    parser.add_argument("action", choices=sorted(ACTIONS))
-    parser.add_argument("paths", nargs="+", metavar="PATH", type=Path, help="a checkpoint, or the folder of a job")
+    """Adds the actions and their arguments."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, (function, places) in ACTIONS.items():
+        action = actions.add_parser(name, help=(function.__doc__ or "").partition("\n")[0])
+        for place in places:
+            action.add_argument(place, metavar=place.upper(), type=Path, help=PLACES[place])
+        if name == "export":
+            one = action.add_mutually_exclusive_group()
+            one.add_argument("--step", type=int, help="the checkpoint of that step")
+            one.add_argument("--best", action="store_true", help="the checkpoint that the job's validation kept")
+            action.add_argument(
+                "--trust", action="append", default=[], metavar="MODULE.CLASS", help="of your own model"
+            )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints; answers 1 if a checkpoint is damaged.
+    """Prints; returns 1 if a checkpoint is damaged.
 
     Raises:
-        ValueError: a number of paths that the action does not take, or a checkpoint is damaged.
+        ValueError: a checkpoint is damaged, or is not there.
     """
-    count = 2 if arguments.action == "diff" else 1
-    if len(arguments.paths) != count:
-        raise ValueError(f"{arguments.action} was given {len(arguments.paths)} paths, expected {count}")
-    return ACTIONS[arguments.action](*arguments.paths)
+    function, places = ACTIONS[arguments.action]
+    options = {name: getattr(arguments, name) for name in ("step", "best", "trust") if hasattr(arguments, name)}
+    return function(*(getattr(arguments, place) for place in places), **options)
+
+
+def say(text: Any) -> None:
+    """Prints what a file may have brought: no character that a terminal obeys."""
+    print(printable(text))
+
+
+def export(path: Path, folder: Path, step: int | None, best: bool, trust: list[str]) -> int:
+    """Writes the model of a checkpoint."""
+    from xpmir_uform.export.pretrained import export_checkpoint
+
+    checkpoint = export_checkpoint(path, folder, step, best, trust)
+    say(f"The model of {checkpoint} is in {folder}: load_model({str(folder)!r})")
+    return 0
 
 
 def show(path: Path) -> int:
-    """Prints one manifest."""
+    """Prints one manifest, with every setting."""
     from xpmir_uform.learner import manifest, shelf
 
     folder = shelf.resolve(path)
     for name, value in _described(folder.resolve(), manifest.verify(folder)):
-        print(f"{name:<16}  {value}")
+        say(f"{name:<16}  {value}")
     return 0
 
 
@@ -59,7 +85,7 @@ def _described(folder: Path, found: Mapping[str, Any]) -> Iterator[tuple[str, st
     yield "follows", _named(found["previous"]) if found["previous"] else "nothing: it is the first"
     for name, value in found["hashes"].items():
         yield name.replace("_", " "), value[:16]
-    for name, value in found["config"].items():
+    for name, value in found.get("settings", found["config"]).items():
         yield "", f"{name} = {value}"
 
 
@@ -77,10 +103,10 @@ def verify(path: Path) -> int:
     for each in [folder / shelf.name_of(step) for step in shelf.steps_in(folder)] if several else [shelf.resolve(path)]:
         try:
             manifest.verify(each)
-            print(f"whole    {each}")
+            say(f"whole    {each}")
         except manifest.Damaged as error:
             damaged += 1
-            print(f"DAMAGED  {each}: {error}")
+            say(f"DAMAGED  {each}: {error}")
     return 1 if damaged else 0
 
 
@@ -90,12 +116,12 @@ def lineage(path: Path) -> int:
 
     folders = list(lineage.chain(shelf.resolve(path)))
     for folder, found in folders:
-        print(f"step {found['step']:>8}  {folder}")
+        say(f"step {found['step']:>8}  {folder}")
     before = folders[-1][1]["previous"]
     if before:
-        print(f"step {before['step']:>8}  {before['identifier']}, not here any more")
+        say(f"step {before['step']:>8}  {before['identifier']}, not here any more")
     for audit in folders[0][1]["audits"]:
-        print(f"resumed {audit['time']} from {_named(audit['source'])}{_because(audit)}")
+        say(f"resumed {audit['time']} from {_named(audit['source'])}{_because(audit)}")
     return 0
 
 
@@ -111,14 +137,25 @@ def diff(path: Path, other: Path) -> int:
 
     first, second = (checkpoint.read(shelf.resolve(each)) for each in (path, other))
     fields = lineage.manifest_differences(first.manifest, second.manifest)
-    print(side_by_side(fields, ("field", "first", "second")) if fields else "The manifests agree.")
+    say(side_by_side(fields, ("field", "first", "second")) if fields else "The manifests agree.")
     tensors = lineage.tensor_differences(first, second)
-    print(f"{len(tensors)} tensors differ." if tensors else "Every tensor is the same, bit for bit.")
+    say(f"{len(tensors)} tensors differ." if tensors else "Every tensor is the same, bit for bit.")
     for name, said in list(tensors.items())[:SHOWN]:
-        print(f"  {name}  {said}")
+        say(f"  {name}  {said}")
     if len(tensors) > SHOWN:
-        print(f"  and {len(tensors) - SHOWN} more")
+        say(f"  and {len(tensors) - SHOWN} more")
     return 0
 
 
-ACTIONS: dict[str, Callable[..., int]] = {"show": show, "verify": verify, "lineage": lineage, "diff": diff}
+PLACES = {
+    "path": "a checkpoint, or the folder of a job",
+    "other": "another one",
+    "folder": "what to write; an older model there is replaced",
+}
+ACTIONS: dict[str, tuple[Callable[..., int], tuple[str, ...]]] = {
+    "show": (show, ("path",)),
+    "verify": (verify, ("path",)),
+    "lineage": (lineage, ("path",)),
+    "diff": (diff, ("path", "other")),
+    "export": (export, ("path", "folder")),
+}

@@ -80,9 +80,10 @@ def opened(path: Path, follow: bool = False) -> Iterator[BufferedReader]:
             if error.errno in (ELOOP, ENXIO, EISDIR):
                 raise NotAFile(error.errno, "it is a link, a pipe or a device, expected a file", str(path)) from error
             raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise NotAFile(EISDIR, "it is a folder, a pipe or a device, expected a file", str(path))
     with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise NotAFile(EISDIR, "it is a folder, a pipe or a device, expected a file", str(path))
         yield file
 
 

@@ -1,68 +1,225 @@
 """A model's configuration and weights in one folder, in the layout of xpm-torch's model hub."""
 
-import json
-import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from experimaestro import copyconfig
-from xpm_torch import ModuleLoader
-from xpm_torch.huggingface import TorchHFHub
+import torch
+from experimaestro import Config
+from safetensors import SafetensorError
+from xpm_torch import Module, ModuleLoader
+from xpm_torch.module import SimpleModuleLoader
 
+from xpmir_uform.data.disk import NotAFile, copy_file, describe, difference, permitted
+from xpmir_uform.export import card, definition
+from xpmir_uform.learner import manifest, shelf
+from xpmir_uform.learner.files import commit_folder
+from xpmir_uform.model.files import (
+    DEFINITION,
+    FILE_NAME,
+    check_fit,
+    check_header,
+    check_unchanged,
+    read_tensors,
+    recorded,
+    weights_file,
+)
 from xpmir_uform.model.uform import UFormEncoder
 
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-"""The name of a repository of the hub."""
+HUB = re.compile(r"hf://(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?", re.ASCII)
+"""A repository of the Hugging Face hub, as its own file system writes it."""
+
+SAVED = (DEFINITION, FILE_NAME, card.NAME)
+"""What a saved model consists of."""
+
+BLOCK_TENSORS = 6
+"""Weights of one block of the encoder."""
 
 
-def save_model(loader: ModuleLoader, folder: Path) -> None:
-    """Writes ``experimaestro.json`` and ``model.safetensors``.
+def save_model(loader: ModuleLoader, folder: str | Path) -> None:
+    """Writes a model: ``experimaestro.json``, ``model.safetensors`` and ``README.md``.
+
+    The folder is complete or absent, shares nothing with the checkpoint, and replaces an older one.
 
     Args:
         loader: of trained weights, as a learner's output or a validation offers it; its task has ended.
-    """
-    # Its settings name it in an experiment, by a listener and the data of that; the model is the same without them.
-    TorchHFHub(copyconfig(loader, settings=None)).save_pretrained(folder)
-
-
-def load_model(folder: str | Path) -> UFormEncoder:
-    """The model in a folder that :func:`save_model` wrote (or in a repository of the hub), in evaluation mode.
 
     Raises:
-        ValueError: the folder holds no whole model, or the weights do not fit it.
+        ValueError: the weights are damaged, or the folder holds what ``save_model`` did not write.
     """
-    if not Path(folder).is_dir() and not HUB_NAME.fullmatch(str(folder)):
-        raise ValueError(f"there is no folder {folder}, expected one that save_model wrote")
-    if Path(folder).is_dir():
-        _check_definition(Path(folder))
-    with _quiet():
-        return TorchHFHub.from_pretrained(str(folder)).eval()
+    given: Any = getattr(loader, "__config__", loader)
+    if not isinstance(given, SimpleModuleLoader):
+        raise ValueError(f"save_model was given a {type(given).__name__}, expected a loader of one file of weights")
+    file = weights_file(Path(given.path)).resolve()
+    facts = manifest.read(file.parent) if (file.parent / manifest.NAME).exists() else None
+    _write(definition.as_config(given.model), file, Path(folder), facts, {})
 
 
-def _check_definition(folder: Path) -> None:
-    path = folder / TorchHFHub.definition_filename
-    if not path.is_file():
-        raise ValueError(f"{folder} holds no {path.name}, expected a folder that save_model wrote")
+def export_checkpoint(
+    path: str | Path, folder: str | Path, step: int | None = None, best: bool = False, trust: Iterable[str | type] = ()
+) -> Path:
+    """Writes the model of a checkpoint, as :func:`save_model` does.
+
+    Args:
+        path: a checkpoint, or the folder of a job that trained.
+        step: of the job's checkpoint; None: the newest.
+        best: the one that the job's validation kept.
+        trust: as :func:`load_model`.
+
+    Returns:
+        The checkpoint that was exported.
+
+    Raises:
+        ValueError: there is no such checkpoint, it is damaged, or it is of a model that is not known.
+    """
+    checkpoint = chosen(Path(path), step, best).resolve()
+    facts = manifest.verify(checkpoint)
+    _write(_model_of(checkpoint, facts, trust), checkpoint / FILE_NAME, Path(folder), facts, card.measures(checkpoint))
+    return checkpoint
+
+
+def chosen(path: Path, step: int | None, best: bool) -> Path:
+    """The checkpoint of a job that is asked for.
+
+    Raises:
+        ValueError: there is none, or several validations kept one.
+    """
+    if best:
+        kept = [found.parent for found in sorted(path.glob(f"out/listeners/*/best/{manifest.NAME}"))]
+        if step is not None or len(kept) != 1:
+            names = ", ".join(map(str, kept)) or "none"
+            raise ValueError(f"{path} has these best checkpoints: {names}; give the path of one, without step or best")
+        return kept[0]
+    if step is None:
+        return shelf.resolve(path)
+    folder = shelf.shelf_of(path)
+    if step not in shelf.steps_in(folder):
+        steps = ", ".join(map(str, shelf.steps_in(folder))) or "no step"
+        raise ValueError(f"{path} has no checkpoint of step {step}: it has those of {steps}")
+    return folder / shelf.name_of(step)
+
+
+def _write(
+    model: Config, weights: Path, folder: Path, facts: Mapping[str, Any] | None, measures: card.Measures
+) -> None:
+    folder = folder.resolve()
+    check_replaceable(folder, SAVED, "a saved model")
+
+    def write(part: Path) -> None:
+        copy_file(weights, part / FILE_NAME)
+        record = describe(part / FILE_NAME)
+        expected = recorded(weights)
+        said = difference(record, expected) if expected else ""
+        if said:
+            raise ValueError(f"{weights} {said}: it is damaged, and nothing was written. Train again, or take another")
+        (part / DEFINITION).write_text(definition.define(model, record))
+        (part / card.NAME).write_text(card.text(model, check_header(part / FILE_NAME), facts, measures))
+
+    commit_folder(folder, write)
+
+
+def check_replaceable(folder: Path, names: Iterable[str], what: str) -> None:
+    """Refuses to replace a folder that holds anything but files of those names.
+
+    Raises:
+        ValueError: names what else is there.
+    """
+    if not folder.exists():
+        return
+    others = sorted({path.name for path in folder.iterdir()} - set(names)) if folder.is_dir() else [folder.name]
+    if others:
+        raise ValueError(
+            f"{folder} holds {', '.join(others[:3])}{', ...' if others[3:] else ''}, which is not of {what} and would "
+            "be lost: choose another folder, or move it away"
+        )
+
+
+def load_model(source: str | Path, trust: Iterable[str | type] = ()) -> UFormEncoder:
+    """The model in a folder that :func:`save_model` wrote, or of a checkpoint, in evaluation mode.
+
+    The folder may be anybody's: nothing in it is run, and nothing outside it is read.
+
+    Args:
+        source: such a folder; a checkpoint, or the folder of a job that trained (then its newest one); or
+            ``hf://USER/NAME`` (``hf://USER/NAME@REVISION``), a repository of the Hugging Face hub.
+        trust: configuration classes of your own that the model is made of, as classes or as ``"module.Class"``.
+
+    Raises:
+        ValueError: there is no such folder, it holds no complete model, or something that it may not.
+        PermissionError: it may not be read; names the owner.
+    """
+    hub = HUB.fullmatch(str(source))
+    folder = _downloaded(**hub.groupdict()) if hub else Path(source)
+    with permitted(folder):
+        there = folder.is_dir()
+        defined = there and (folder / DEFINITION).exists()
+    if not there:
+        raise ValueError(
+            f"there is no folder {source}, expected one that save_model wrote (a repository of the Hugging Face hub is "
+            "written hf://USER/NAME)"
+        )
+    if defined:
+        config, name = definition.read(folder, trust, follow=bool(hub))
+        return _loaded(config, folder / name, follow=bool(hub))
+    with suppress(FileNotFoundError):
+        checkpoint = shelf.resolve(folder).resolve()
+        return _loaded(_model_of(checkpoint, manifest.read(checkpoint), trust), checkpoint / FILE_NAME)
+    raise ValueError(f"{folder} holds no {DEFINITION}, expected a folder that save_model wrote, or a checkpoint")
+
+
+def _model_of(checkpoint: Path, facts: Mapping[str, Any], trust: Iterable[str | type]) -> Config:
     try:
-        told = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged ({error}): save it again") from error
-    if not told:
-        raise ValueError(f"{path} describes no model: save it again")
+        return definition.from_checkpoint(facts["config"], trust)
+    except definition.Refused as error:
+        raise ValueError(f"the model of {checkpoint} cannot be made: {error}") from error
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Leaves out the hub's warning about a ``config.json``, which models in the layout of experimaestro do without."""
-    logger = logging.getLogger("huggingface_hub.hub_mixin")
-
-    def worth(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith("config.json not found")
-
-    logger.addFilter(worth)
+def _loaded(config: Any, weights: Path, follow: bool = False) -> UFormEncoder:
     try:
-        yield
-    finally:
-        logger.removeFilter(worth)
+        check_unchanged(weights, follow)
+        header = check_header(weights)
+    except FileNotFoundError as error:
+        raise ValueError(f"{weights.parent} holds no {weights.name}: the model is incomplete, save it again") from error
+    except NotAFile as error:
+        raise ValueError(f"{error.filename}: {error.strerror}") from error
+    except SafetensorError as error:
+        raise ValueError(f"{weights} is not a whole safetensors file ({error}): save the model again") from error
+    model: Any = config.instance()
+    if not isinstance(model, Module):
+        raise ValueError(f"{weights.parent} describes a {type(model).__name__}, expected a model")
+    if isinstance(model, UFormEncoder):
+        _check_size(config, header, weights)
+    model.initialize()
+    found = read_tensors(weights)
+    check_fit(found, model.state_dict(), weights)
+    model.load_state_dict(found)
+    return model.eval()
+
+
+def _check_size(config: Any, header: Mapping[str, Any], weights: Path) -> None:
+    """Refuses a configuration of other sizes than the weights before memory is taken for it.
+
+    Raises:
+        ValueError: it is.
+    """
+    model: Any = config.instance()
+    if model.depth * BLOCK_TENSORS > len(header):
+        raise ValueError(f"{weights} holds {len(header)} tensors, too few for the model's depth of {model.depth}")
+    try:
+        shapes = {name: torch.Size(entry["shape"]) for name, entry in header.items()}
+        with torch.device("meta"):
+            model.build()
+            found = {name: torch.empty(shape) for name, shape in shapes.items()}
+    except (RuntimeError, ValueError, TypeError, KeyError, OverflowError) as error:
+        said = str(error).splitlines()[0]
+        raise ValueError(f"the sizes of the model at {weights.parent} cannot be ({said})") from error
+    check_fit(found, model.state_dict(), weights)
+
+
+def _downloaded(name: str, revision: str | None) -> Path:
+    """The folder that the hub's client puts a repository's model into."""
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, revision=revision, allow_patterns=[DEFINITION, "*.safetensors"]))

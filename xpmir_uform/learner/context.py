@@ -152,6 +152,7 @@ class UFormContext(TrainerContext):
             "epoch": self.epoch,
             "identifier": self.subject.identifier,
             **self._fit(),
+            "settings": dict(self.subject.settings),
             "versions": dict(facts.versions()),
             "git": facts.git(),
             "environment": facts.environment(device),

@@ -3,7 +3,8 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,44 +28,49 @@ class Subject:
         identifier: the task's: its type and the hash of its parameters.
         config: the parameters that change the result, by dotted name.
         data: a fingerprint of the training data.
+        settings: every field, those that change no result and those at their defaults too, by dotted name.
     """
 
     identifier: str
     config: Mapping[str, Any]
     data: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-def parameters_of(config: Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def parameters_of(config: Config, prefix: str = "", every: bool = False) -> Iterator[tuple[str, Any]]:
     """(dotted name, plain value) of everything below an instance that its identifier holds.
 
     A parameter at a default that the identifier leaves out is left out here too, so that one that a later version adds
     does not make older checkpoints another task's.
+
+    Args:
+        every: all fields are wanted; but for paths, which say nothing elsewhere.
     """
     kind: Any = type(config).__xpmtype__
     yield f"{prefix}type", str(kind.identifier)
     for name, argument in sorted(kind.arguments.items()):
-        if argument.ignored or (argument.generator is not None and argument.default is None):
+        if not every and (argument.ignored or (argument.generator is not None and argument.default is None)):
             continue
         value = getattr(config, name, None)
-        left_out = argument.ignore_default_in_identifier and not argument.constant
-        if value is None or (left_out and _is(value, argument.default)):
+        left_out = isinstance(value, Path) if every else argument.ignore_default_in_identifier and not argument.constant
+        if value is None or (left_out and (every or _is(value, argument.default))):
             continue
-        yield from _plain(value, f"{prefix}{name}")
+        yield from _plain(value, f"{prefix}{name}", every)
 
 
 def _is(value: Any, default: Any) -> bool:
     return not isinstance(value, Config) and value == default
 
 
-def _plain(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+def _plain(value: Any, name: str, every: bool) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Config):
-        yield from parameters_of(value, f"{name}.")
+        yield from parameters_of(value, f"{name}.", every)
     elif isinstance(value, Mapping):
         for key in sorted(value):
-            yield from _plain(value[key], f"{name}.{key}")
+            yield from _plain(value[key], f"{name}.{key}", every)
     elif isinstance(value, Sequence) and not isinstance(value, str):
         for number, part in enumerate(value):
-            yield from _plain(part, f"{name}.{number}")
+            yield from _plain(part, f"{name}.{number}", every)
     else:
         yield name, value if isinstance(value, (bool, int, float)) else str(value)
 
@@ -72,6 +78,11 @@ def _plain(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 def config_of(learner: Config) -> dict[str, Any]:
     """The parameters of a learner that decide its weights."""
     return {name: value for name, value in parameters_of(learner) if name.partition(".")[0] not in UNRELATED}
+
+
+def settings_of(learner: Config) -> dict[str, Any]:
+    """Every setting of a learner, defaults too."""
+    return dict(parameters_of(learner, every=True))
 
 
 def fingerprint(sampler: Any) -> str:

@@ -23,7 +23,7 @@ from xpmir_uform.data.fields import default
 from xpmir_uform.learner import checkpoint, shelf
 from xpmir_uform.learner.alerts import Alerts
 from xpmir_uform.learner.context import UFormContext
-from xpmir_uform.learner.fit import Subject, config_of, fingerprint
+from xpmir_uform.learner.fit import Subject, config_of, fingerprint, settings_of
 from xpmir_uform.learner.freezing import freeze
 from xpmir_uform.learner.lock import only_one
 from xpmir_uform.learner.observer import Observer, losses_of
@@ -227,7 +227,7 @@ class UFormLearner(Learner, ResumableTask):
             fabric=fabric,
             keep=self.keep,
             planned=self._saves_step,
-            subject=Subject(self._task_name(), config_of(self), ""),
+            subject=Subject(self._task_name(), config_of(self), "", settings_of(self)),
             force_resume=self.force_resume,
             **({"begin": self.resume_from.checked} if self.resume_from else {}),
         )

@@ -82,6 +82,15 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     """
     file = weights_file(path)
     check_unchanged(file)
+    return read_tensors(file)
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file.
+
+    Raises:
+        ValueError: it is none, or not whole.
+    """
     try:
         check_header(file)
         return load_file(str(file))
@@ -89,14 +98,18 @@ def load_weights(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{file} is not a whole safetensors file ({error}): save the model again") from error
 
 
-def check_unchanged(file: Path) -> None:
+def check_unchanged(file: Path, follow: bool = True) -> None:
     """Refuses weights that are not what the manifest or definition beside them says.
+
+    Args:
+        follow: a link to a file is one.
 
     Raises:
         ValueError: they are not, or it cannot be read.
     """
-    record = recorded(file)
-    said = change(file, record, follow=True) if record else ""
+    record = recorded(file, follow)
+    with opened(file, follow):
+        said = change(file, record, follow) if record else ""
     if said:
         raise ValueError(
             f"{file} {said}. Something changed it after it was written: put it back from a copy, save it again from "
@@ -104,7 +117,7 @@ def check_unchanged(file: Path) -> None:
         )
 
 
-def recorded(file: Path) -> Mapping[str, Any] | None:
+def recorded(file: Path, follow: bool = True) -> Mapping[str, Any] | None:
     """Size and sha256 of a file of weights, as the manifest or definition beside it has them; None: there is neither.
 
     Raises:
@@ -113,10 +126,10 @@ def recorded(file: Path) -> Mapping[str, Any] | None:
     for name, read in ((MANIFEST, unseal), (DEFINITION, _definition)):
         beside = file.with_name(name)
         with permitted(beside):
-            if not beside.exists():
+            if not os.path.lexists(beside):
                 continue
         try:
-            return read(read_bytes(beside, follow=True)).get("files", {}).get(file.name)
+            return read(read_bytes(beside, follow=follow)).get("files", {}).get(file.name)
         except (ValueError, AttributeError) as error:
             raise ValueError(f"{beside} {error}: put it back from a copy, or save the model again") from error
     return None

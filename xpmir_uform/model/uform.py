@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from experimaestro import Param
 from torch import Tensor
-from xpm_torch import Module
+from xpm_torch import Module, ModuleLoader
 
 from xpmir_uform.data.fields import default
 from xpmir_uform.data.shapes import AudioShape, ImageShape, Shape, VideoShape
 from xpmir_uform.data.vocabulary import Modality
 from xpmir_uform.model.encoder import Encoder, check_size
+from xpmir_uform.model.exporting import ModelExport
 from xpmir_uform.model.files import check_fit, load_weights, save_weights
 from xpmir_uform.model.heads import ByteHead, PatchHead, PooledHead, TokenHead
 from xpmir_uform.model.inference import Inference
@@ -100,6 +101,11 @@ class UFormEncoder(Inference, Module):
         check_size(self.depth, self.hidden)
 
     def __initialize__(self):
+        self.build()
+        initialise(self, self.seed, self.depth)
+
+    def build(self) -> None:
+        """Makes the modules, with weights that are still to be drawn or loaded."""
         with torch.random.fork_rng(devices=[]):
             patch_values = {modality: shape.patch_values for modality, shape in self.shapes.items()}
             self.encoder = Encoder(self.depth, self.hidden, patch_values)
@@ -107,7 +113,6 @@ class UFormEncoder(Inference, Module):
             self.token_projection = self.tokens.build(self.hidden) if self.tokens else None
             self.byte_decoder = self.bytes.build(self.hidden) if self.bytes else None
             self.patch_decoders = self.patches.build(self.hidden, patch_values) if self.patches else None
-        initialise(self, self.seed, self.depth)
 
     @property
     def shapes(self) -> Mapping[Modality, Shape]:
@@ -150,6 +155,10 @@ class UFormEncoder(Inference, Module):
                 for modality in self.shapes
             }
         return found
+
+    def export_action(self, loader: ModuleLoader, **kwargs: Any) -> ModelExport:
+        """The action that exports these weights."""
+        return ModelExport.C(loader=loader, **kwargs)
 
     def clamp_temperature(self) -> None:
         """Bound the learned inverse temperatures in place; to be called after each optimizer step."""
