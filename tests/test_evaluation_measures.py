@@ -176,6 +176,15 @@ def test_a_model_that_scores_all_alike_ranks_as_chance_does():
     assert len(set(places.tolist())) > 90
 
 
+@pytest.mark.parametrize(("queries", "documents"), [(13, 37), (257, 1031), (1, 90)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_embeddings_that_are_all_alike_are_equally_near(queries, documents, dtype):
+    """A product of matrices adds up equal columns in different ways, by where they lie: it must not be a rank."""
+    vector, order = torch.randn(100, generator=torch.Generator().manual_seed(4)).to(dtype), order_of(queries, documents)
+    found = cosine_search(vector.expand(queries, -1), vector.expand(documents, -1), order, documents)
+    assert torch.equal(found, ranked(torch.zeros(queries, documents), order))
+
+
 def test_documents_and_queries_in_any_order_give_the_same_ranking():
     """Scores with many ties: each query's documents by content are the same however they are listed."""
     draw = torch.Generator().manual_seed(3)
