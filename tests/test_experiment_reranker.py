@@ -152,7 +152,9 @@ def test_without_the_descriptions_it_says_so_and_takes_emoji(tmp_path, monkeypat
 def test_descriptions_are_kept_below_the_folder(tmp_path):
     file = tmp_path / "packages" / packages.FILE
     file.parent.mkdir()
-    file.write_text("".join(json.dumps([f"p{number}", "short", f"long {number}"]) + "\n" for number in range(4)))
+    file.write_text(
+        "".join(json.dumps([f"p{number}", f"short {number}", f"long {number}"]) + "\n" for number in range(4))
+    )
     found = PairSettings(document_bytes=50, held_out=1).collection(tmp_path)
     assert isinstance(found.instance(), PackagePairs)
     assert Path(found.path) == file
