@@ -15,15 +15,20 @@ from xpmir_uform import (
     Augmentation,
     BagSampler,
     BalancedForm,
+    ByteHead,
     Checkpoint,
+    ChoicesEvaluation,
     ChoicesLoss,
     ContrastiveLoss,
     CosineSchedule,
     EmojiBags,
     EmojiCollection,
+    EmojiPairs,
     EmojiRetrieval,
     ImageShape,
+    LanguageChoices,
     LateInteractionLoss,
+    LexicalEvaluation,
     MaskedLoss,
     MultimodalBags,
     MultimodalEmoji,
@@ -32,9 +37,12 @@ from xpmir_uform import (
     PooledHead,
     PooledRanker,
     RankedForm,
+    RelevanceScoring,
+    Reranker,
     RetrievalEvaluation,
     RetrievalValidation,
     SigmoidForm,
+    TokenHead,
     UFormEncoder,
     UFormLearner,
     UFormTrainer,
@@ -125,6 +133,20 @@ CONFIGURATIONS = {
     "learner with augmentation": lambda: learner(trainer={"augmentation": Augmentation.C(shift=3, noise=1.0)}),
     "evaluation": lambda: RetrievalEvaluation.C(
         model=encoder(), retrievals={"a": EmojiRetrieval.C(collection=collection(), direction="image-text")}
+    ),
+    "evaluation by words": lambda: LexicalEvaluation.C(
+        retrievals={"a": EmojiRetrieval.C(collection=collection(), direction="text-text")}
+    ),
+    "evaluation of a reranker": lambda: RetrievalEvaluation.C(
+        model=encoder(tokens=TokenHead.C(width=16)),
+        retrievals={"a": EmojiRetrieval.C(collection=collection(), direction="text-text")},
+        ranker=Reranker.C(first=20),
+    ),
+    "evaluation of choices": lambda: ChoicesEvaluation.C(
+        model=encoder(bytes=ByteHead.C()), problems={"a": LanguageChoices.C(collection=collection())}
+    ),
+    "scoring of relevance": lambda: RelevanceScoring.C(
+        model=encoder(tokens=TokenHead.C(width=16)), collection=EmojiPairs.C(collection=collection())
     ),
 }
 
