@@ -1,5 +1,8 @@
-"""What a model draws from torch's generator: the same in both passes, another at each step, gone after a resume."""
+"""What a model draws from the global generators: the same in both passes, another at each step, gone after a resume."""
 
+import random
+from contextlib import contextmanager
+from math import prod
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +12,7 @@ from torch.nn.functional import dropout
 
 from xpmir_uform import Bag, BagSampler, BagSource, Batch, ContrastiveLoss, Item, PooledHead, UFormEncoder, UFormTrainer
 from xpmir_uform.data.decoding import decode
-from xpmir_uform.losses.base import Answers, Encoded
+from xpmir_uform.losses.base import Encoded
 from xpmir_uform.model.packing import pack
 from xpmir_uform.trainer.loader import LoadedStep, StepDataset, sizes
 from xpmir_uform.trainer.step import Engine, Microbatch, Share, exact_step, gather
@@ -48,42 +51,60 @@ def loaded(trainer):
     return StepDataset(trainer.sampler, 6, {})[0]
 
 
-def dropping(trainer, masks):
-    """The trainer's forward pass with dropout 0.5 on the embeddings; what was kept goes to ``masks``."""
+DRAWS = {
+    "torch": lambda shape: dropout(torch.ones(shape), 0.5),
+    "numpy": lambda shape: torch.from_numpy(np.random.rand(*shape)),
+    "python": lambda shape: torch.tensor([random.random() for _ in range(prod(shape))]).reshape(shape),
+}
+"""What a module may draw from, each from a generator of its own"""
 
-    def forward(microbatch):
-        encoded = trainer.forward(microbatch)
-        kept = dropout(torch.ones_like(encoded.embeddings), 0.5)
-        masks.append(kept)
-        return Answers(encoded.embeddings * kept, encoded.inverse_temperature, encoded.bias)
 
-    return forward
+@contextmanager
+def dropping(trainer, draw, masks):
+    """Within it the model's embeddings are multiplied by what it draws, which goes to ``masks``."""
+
+    def drop(module, inputs, outputs):
+        masks.append(DRAWS[draw](outputs.embeddings.shape))
+        return outputs._replace(embeddings=outputs.embeddings * masks[-1])
+
+    handle = trainer.model.register_forward_hook(drop)
+    yield Engine(trainer.forward, torch.Tensor.backward)
+    handle.remove()
+
+
+def states():
+    numpy = np.random.get_state()
+    return torch.get_rng_state().tolist(), (*numpy[:1], numpy[1].tolist(), *numpy[2:]), random.getstate()
 
 
 def parts(trainer, loaded, size):
     return [trainer.microbatch(loaded, loaded.bags[start : start + size]) for start in range(0, 6, size)]
 
 
-def test_both_passes_draw_the_same(trainer, loaded):
-    masks = []
+@pytest.mark.parametrize("draw", DRAWS)
+def test_both_passes_draw_the_same_and_move_no_global_generator(trainer, loaded, draw):
+    masks, before = [], states()
     share = Share(loaded.batch, loaded.shares, parts(trainer, loaded, 2))
-    exact_step(Engine(dropping(trainer, masks), torch.Tensor.backward), share, trainer.losses)
+    with dropping(trainer, draw, masks) as engine:
+        exact_step(engine, share, trainer.losses)
     # Three microbatches: two without graph, the last once with its graph, and the first two again.
     assert len(masks) == 5
     assert torch.equal(masks[0], masks[3])
     assert torch.equal(masks[1], masks[4])
     assert len({tuple(mask.flatten().tolist()) for mask in masks}) == 3
+    assert states() == before
 
 
-def test_gradient_is_that_of_one_pass_with_the_same_draws(trainer, loaded):
+@pytest.mark.parametrize("draw", DRAWS)
+def test_gradient_is_that_of_one_pass_with_the_same_draws(trainer, loaded, draw):
     microbatches = parts(trainer, loaded, 2)
     share = Share(loaded.batch, loaded.shares, microbatches)
     trainer.model.zero_grad()
-    exact_step(Engine(dropping(trainer, []), torch.Tensor.backward), share, trainer.losses)
-    found = {name: parameter.grad.clone() for name, parameter in trainer.model.named_parameters()}
-
-    trainer.model.zero_grad()
-    outputs = [dropping(trainer, [])(microbatch) for microbatch in microbatches]
+    with dropping(trainer, draw, []) as engine:
+        exact_step(engine, share, trainer.losses)
+        found = {name: parameter.grad.clone() for name, parameter in trainer.model.named_parameters()}
+        trainer.model.zero_grad()
+        outputs = [trainer.forward(microbatch) for microbatch in microbatches]
     whole = Encoded(torch.cat([o.embeddings for o in outputs]), outputs[-1].inverse_temperature, outputs[-1].bias)
     rows = range(len(loaded.batch))
     loss = trainer.losses[0]

@@ -26,6 +26,7 @@ class Purpose(IntEnum):
     AUGMENTATION = 4
     MASK = 5
     DROPOUT = 6
+    HOOKS = 7
 
 
 def generator(seed: int, purpose: Purpose, step: int = 0, key: int = 0) -> np.random.Generator:

@@ -1,6 +1,7 @@
 """The task that trains."""
 
 import logging
+import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -19,6 +20,7 @@ from xpm_torch.optim import OptimizationHook
 from xpm_torch.trainers.context import StepTrainingHook, TrainState
 
 from xpmir_uform.data.checks import validate
+from xpmir_uform.data.draws import Purpose, generator
 from xpmir_uform.data.fields import default
 from xpmir_uform.learner import checkpoint, shelf
 from xpmir_uform.learner.alerts import Alerts
@@ -33,6 +35,7 @@ from xpmir_uform.learner.scaling import Optimizers
 from xpmir_uform.learner.signals import Interruptions
 from xpmir_uform.learner.together import Watchdog, any_rank, check_started, limit_waiting, together
 from xpmir_uform.model.precision import compute_in, precision_of
+from xpmir_uform.trainer.modules import seed_generators
 from xpmir_uform.trainer.trainer import check_heads
 from xpmir_uform.trainer.workers import workers_explained
 
@@ -258,9 +261,15 @@ class UFormLearner(Learner, ResumableTask):
 
     def _seed(self) -> None:
         """Seeds the global generators for code that is not ours: ours draws by key."""
-        seed = self.random.state.randint((2**32) - 1)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
+        self._seed_of_hooks = int(self.random.state.randint((2**32) - 1))
+        np.random.seed(self._seed_of_hooks)
+        torch.manual_seed(self._seed_of_hooks)
+        random.seed(self._seed_of_hooks)
+
+    def _seed_step(self) -> None:
+        """What hooks, listeners and others draw from the global generators is a function of the seed and the step."""
+        draw = generator(self._seed_of_hooks, Purpose.HOOKS, self.context.steps)
+        seed_generators(int(draw.integers(2**63)))
 
     def _wrap(self, fabric) -> None:
         """Hands model and optimizers to Fabric."""
@@ -328,6 +337,7 @@ class UFormLearner(Learner, ResumableTask):
         self.observer.begin()
         start = perf_counter()
         while True:
+            self._seed_step()
             try:
                 with self.context.step(self.context.epoch_metrics):
                     for hook in self.context.hooks(StepTrainingHook):
@@ -371,6 +381,7 @@ class UFormLearner(Learner, ResumableTask):
 
     def _ask_listeners(self, fabric, state: TrainState) -> LearnerListenerStatus:
         """The listeners' decision, the same on every rank."""
+        self._seed_step()
         decision = LearnerListenerStatus.NO_DECISION
         for listener in self.listeners:
             decision = decision.update(listener(state))

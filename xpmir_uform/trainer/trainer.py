@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,6 +25,13 @@ from xpmir_uform.data.segments import blank_text
 from xpmir_uform.losses.base import Answers, BatchLoss, LossValue
 from xpmir_uform.model import pack
 from xpmir_uform.trainer.loader import LoadedStep, StepDataset, iterate_steps
+from xpmir_uform.trainer.modules import (
+    buffers_of,
+    leave_buffers_alone,
+    refuse_batch_statistics,
+    refuse_changed_buffers,
+    seeded,
+)
 from xpmir_uform.trainer.ranks import Ranks
 from xpmir_uform.trainer.step import Engine, Microbatch, Share, exact_step
 from xpmir_uform.trainer.temperature import TemperatureClamp
@@ -209,7 +216,8 @@ class UFormTrainer(LossTrainer):
         )
         watch = Watch(self.model.device)
         engine = Engine(self.forward, self.backward, self.ranks, self.unsynchronised, watch)
-        values = exact_step(engine, share, self.losses)
+        with self.exactly():
+            values = exact_step(engine, share, self.losses)
         self.last = StepReport(
             values,
             watch.seconds(),
@@ -225,6 +233,18 @@ class UFormTrainer(LossTrainer):
             for key, number in value.stats.items():
                 self.context.add_metric(ScalarMetric(f"{name}/{key}", number, len(loaded.batch)))
 
+    @contextmanager
+    def exactly(self) -> Iterator[None]:
+        """Around a step: the first one of a process tells whether the model is one that the exact step can train."""
+        if self.last is not None:
+            yield
+            return
+        refuse_batch_statistics(self.model)
+        leave_buffers_alone(self._fabric_model)
+        before = buffers_of(self.model)
+        yield
+        refuse_changed_buffers(self.model, before)
+
     def microbatch(self, loaded: LoadedStep, bags: Sequence[BagSize]) -> Microbatch:
         """Some bags of this rank, ready for the model."""
         numbers = [number for bag in bags for number in bag.items]
@@ -237,9 +257,9 @@ class UFormTrainer(LossTrainer):
         )
 
     def forward(self, microbatch: Microbatch) -> Answers:
-        """The model, wrapped by Fabric, on one microbatch; what it draws from torch's generator is keyed."""
-        torch.manual_seed(microbatch.seed)
-        outputs = self._fabric_model(microbatch.packed.to(self.model.device))
+        """The model, wrapped by Fabric, on one microbatch; what it draws from the global generators is keyed."""
+        with seeded(microbatch.seed, self.model.device):
+            outputs = self._fabric_model(microbatch.packed.to(self.model.device))
         return Answers(*outputs[1:])
 
     def backward(self, value: torch.Tensor) -> None:
