@@ -20,7 +20,7 @@ from experimaestro import TaskCancelled
 from safetensors import safe_open
 
 from xpmir_uform.data.disk import seal
-from xpmir_uform.learner import checkpoint, files, lineage, manifest, shelf
+from xpmir_uform.learner import checkpoint, facts, files, lineage, manifest, shelf
 from xpmir_uform.learner.context import UFormContext
 from xpmir_uform.learner.fit import Subject
 from xpmir_uform.learner.manifest import Damaged
@@ -674,3 +674,49 @@ def test_an_interrupted_first_save_begins_anew(tmp_path, monkeypatch):
             made(tmp_path).save_checkpoint()
     assert not made(tmp_path).load_bestcheckpoint(10_000)
     assert list(tmp_path.iterdir()) == []
+
+
+def computing(context, backend):
+    """A context whose trainer has a loss of that back end."""
+    context.state.trainer.losses = [SimpleNamespace(NAME="contrastive", backend=backend), SimpleNamespace(NAME="plain")]
+    return context
+
+
+def test_another_way_of_computing_is_told_and_recorded(tmp_path, monkeypatch):
+    context = computing(made(tmp_path), "auto")
+    train(context, 1)
+    context.save_checkpoint()
+    found = manifest.read(tmp_path / "last")
+    assert found["environment"]["backend of contrastive"] == "auto, so chunked"
+    assert found["environment"]["float32_matmul"] == torch.get_float32_matmul_precision()
+    again = computing(made(tmp_path), "auto")
+    assert again.load_bestcheckpoint(10_000)
+    assert again.alerts == []
+    assert again.audits[0]["fields"] == {}
+
+    before = torch.get_float32_matmul_precision()
+    other = computing(made(tmp_path), "reference")
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    monkeypatch.setattr(other.fabric.strategy.precision, "precision", "bf16-mixed")
+    try:
+        torch.set_float32_matmul_precision("medium" if before != "medium" else "high")
+        now = torch.get_float32_matmul_precision()
+        assert other.load_bestcheckpoint(10_000)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert [name for name, _ in other.alerts] == ["other arithmetic"]
+    assert other.audits[0]["fields"] == {
+        "precision": ["32-true", "bf16-mixed"],
+        "backend of contrastive": ["auto, so chunked", "reference"],
+        "float32_matmul": [before, now],
+        "tf32_override": [None, "0"],
+    }
+
+
+def test_another_device_is_told(tmp_path):
+    here = facts.arithmetic(FABRIC, [])
+    there = {**here, "device": "cuda", "environment": {**here["environment"], "device_name": "NVIDIA H200"}}
+    assert facts.arithmetic_differences(there, here) == {
+        "device": ["cuda", "cpu"],
+        "device_name": ["NVIDIA H200", here["environment"]["device_name"]],
+    }

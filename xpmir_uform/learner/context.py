@@ -146,7 +146,6 @@ class UFormContext(TrainerContext):
         return fit.fit_of(self.subject, model, fit.optimizer_layout(self.state.optimizer.optimizers))
 
     def _facts(self) -> dict[str, Any]:
-        device = self.fabric.device
         return {
             "step": self.steps,
             "epoch": self.epoch,
@@ -155,13 +154,14 @@ class UFormContext(TrainerContext):
             "settings": dict(self.subject.settings),
             "versions": dict(facts.versions()),
             "git": facts.git(),
-            "environment": facts.environment(device),
-            "device": device.type,
-            "precision": str(self.fabric.strategy.precision.precision),
+            **self._arithmetic(),
             "ranks": self.fabric.world_size,
             "previous": self.previous,
             "audits": self.audits,
         }
+
+    def _arithmetic(self) -> dict[str, Any]:
+        return facts.arithmetic(self.fabric, getattr(self.state.trainer, "losses", ()))
 
     def copy(self, path: Path) -> None:
         """Copies the current step's checkpoint to ``path``, where it outlives it; saves it if need be."""
@@ -255,10 +255,13 @@ class UFormContext(TrainerContext):
         versions = {name: [theirs.get(name), ours.get(name)] for name in names if theirs.get(name) != ours.get(name)}
         if versions:
             self.alert("other versions", fit.side_by_side(versions, ("package", "checkpoint", "now")))
+        machine = facts.arithmetic_differences(found.manifest, self._arithmetic())
+        if machine:
+            self.alert("other arithmetic", fit.side_by_side(machine, ("what", "checkpoint", "now")))
         entry = {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "source": found.reference,
-            "fields": {**different, **{f"version of {name}": pair for name, pair in versions.items()}},
+            "fields": {**different, **machine, **{f"version of {name}": pair for name, pair in versions.items()}},
             "reason": reason,
             "ranks": [found.manifest["ranks"], self.fabric.world_size],
         }

@@ -3,13 +3,14 @@
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from uform_kernels.backends import choose_backend
 
 PACKAGES = (
     "xpmir-uform", "torch", "triton", "lightning", "xpm-torch", "experimaestro", "numpy", "safetensors", "pillow",
@@ -48,8 +49,9 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """The machine as far as rounding may depend on it."""
+    """The machine, and how torch computes on it, as far as rounding may depend on them."""
     cuda = device.type == "cuda"
+    matmul, attention = torch.backends.cuda.matmul, torch.backends.cuda
     return {
         "system": platform.system(),
         "machine": platform.machine(),
@@ -58,5 +60,43 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "tf32": os.environ.get("NVIDIA_TF32_OVERRIDE", torch.get_float32_matmul_precision()),
+        "float32_matmul": torch.get_float32_matmul_precision(),
+        "tf32_override": os.environ.get("NVIDIA_TF32_OVERRIDE"),
+        "cudnn_tf32": torch.backends.cudnn.allow_tf32,
+        "float16_reduction": bool(matmul.allow_fp16_reduced_precision_reduction),
+        "bfloat16_reduction": bool(matmul.allow_bf16_reduced_precision_reduction),
+        "flash_attention": attention.flash_sdp_enabled(),
+        "memory_efficient_attention": attention.mem_efficient_sdp_enabled(),
     }
+
+
+def back_ends(losses: Iterable[Any], device: torch.device) -> dict[str, tuple[str, str]]:
+    """By loss: the back end that was asked for, and the one that computes it for tensors of torch's default type."""
+    somewhere = torch.empty(0, device=device)
+    return {
+        loss.NAME: (loss.backend, choose_backend(loss.backend, somewhere))
+        for loss in losses
+        if hasattr(loss, "backend")
+    }
+
+
+def arithmetic(fabric: Any, losses: Iterable[Any]) -> dict[str, Any]:
+    """What a resumed run may change and a manifest has to tell: device, precision, environment and back ends.
+
+    Of each back end the one that was asked for and, if it is another, the one that is used.
+    """
+    device = fabric.device
+    used = {f"backend of {name}": ", so ".join(dict.fromkeys(pair)) for name, pair in back_ends(losses, device).items()}
+    return {
+        "device": device.type,
+        "precision": str(fabric.strategy.precision.precision),
+        "environment": {**environment(device), **used},
+    }
+
+
+def arithmetic_differences(found: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """What two :func:`arithmetic` tell differently: by name, the value of each. Older manifests tell less."""
+    pairs = {name: [found.get(name), now[name]] for name in ("device", "precision")}
+    theirs, ours = found["environment"], now["environment"]
+    pairs |= {name: [theirs.get(name), ours.get(name)] for name in sorted(theirs.keys() | ours.keys())}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from uform_kernels.backends import choose_backend
 from xpm_torch.metrics import ScalarMetric
 
 from xpmir_uform.learner import guard
 from xpmir_uform.learner.alerts import AlertLog, Finding, Monitor
+from xpmir_uform.learner.facts import back_ends
 from xpmir_uform.learner.freezing import count_parameters
 from xpmir_uform.learner.telemetry import ALERTS, Telemetry
 from xpmir_uform.learner.together import any_rank
@@ -153,12 +153,11 @@ class Observer:
 def facts(learner: "UFormLearner", frozen: Mapping[str, int]) -> dict[str, Any]:
     """What every line repeats."""
     total, trainable = count_parameters(learner.context.unwrapped_model())
-    given = {loss.backend for loss in getattr(learner.trainer, "losses", ()) if hasattr(loss, "backend")}
-    somewhere = torch.empty(0, device=learner.context.fabric.device, dtype=torch.float32)
+    used = back_ends(getattr(learner.trainer, "losses", ()), learner.context.fabric.device).values()
     return {
         "parameters": {"total": total, "trainable": trainable, "frozen": dict(frozen)},
         "seed": learner.random.seed,
-        "backend": ",".join(sorted({choose_backend(name, somewhere) for name in given})),
+        "backend": ",".join(sorted({backend for _, backend in used})),
         "precision": learner.fabric_config.precision,
         "identifier": learner.context.subject.identifier,
     }
