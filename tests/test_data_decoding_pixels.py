@@ -4,12 +4,19 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from xpmir_uform.data.decoding.pixels import flatten
+from xpmir_uform.data.decoding import pixels as module
 
 MODES = (
     *("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV"),
     *("I", "F", "I;16", "I;16B", "I;16L", "I;16N"),
 )
+
+
+def flatten(picture, channels):
+    """(H, W, C): the pixels."""
+    flat = module.flatten(picture, channels)
+    assert flat.mode == {1: "L", 3: "RGB"}[channels]
+    return np.asarray(flat).reshape(picture.height, picture.width, channels)
 
 
 def picture_of(mode, *pixels):

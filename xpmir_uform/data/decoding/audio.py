@@ -11,6 +11,7 @@ import soundfile
 import soxr
 from av import AudioFrame, AudioResampler
 
+from xpmir_uform.data.decoding.chains import parts_of
 from xpmir_uform.data.decoding.media import declared_seconds, frames, reading, refusing
 from xpmir_uform.data.items import Item
 from xpmir_uform.data.segments import Segment
@@ -19,6 +20,13 @@ from xpmir_uform.data.vocabulary import Modality
 
 RATE_LIMIT = 1_000_000
 """A file that declares more samples per second is refused."""
+
+VALUES_LIMIT = 1 << 21
+"""Samples per second times channels: a file that declares more is refused before it is decoded (10 channels at 192 kHz
+are fewer). Decoding then costs at most this times ``max_seconds``."""
+
+BLOCK = 1 << 16
+"""Samples of each channel that are decoded at once, before they are mixed."""
 
 HEADER_EXCESS = 1.0
 """Seconds that a header may declare beyond the limit before the samples are counted: coders add silence at the ends."""
@@ -49,13 +57,19 @@ def open_audio(item: Item, shape: AudioShape) -> np.ndarray:
 
     Integer samples are divided by their full scale, and samples beyond -1..1 are clipped to it, as any player does. The
     sound is then resampled by a band-limited filter (SoX, high quality) to round(S_file * sample_rate / rate_file)
-    samples, at least one. The sound track of a video file counts as a sound.
+    samples, at least one. The sound track of a video file counts as a sound. A chain of Ogg or FLAC files is the sum of
+    its parts, each of its own rate.
 
     Raises:
         UnreadableItem: as in :func:`decode`.
     """
     with refusing(item):
-        return resampled(*_read(item, shape), shape.sample_rate)
+        parts: list[np.ndarray] = []
+        for content in parts_of(item.content):
+            parts.append(resampled(*_read(item, content, shape), shape.sample_rate))
+            if sum(map(len, parts)) > shape.most_samples:
+                raise ValueError(_too_long(shape))
+        return np.concatenate(parts)
 
 
 def resampled(samples: np.ndarray, rate: int, new_rate: int) -> np.ndarray:
@@ -83,14 +97,14 @@ def chunks(samples: np.ndarray, shape: AudioShape) -> Segment:
     return Segment(Modality.AUDIO, values.reshape(count, -1), (1, 1, count))
 
 
-def _read(item: Item, shape: AudioShape) -> tuple[np.ndarray, int]:
-    """The mean of the channels, (S_file,) float32, and their rate."""
-    if item.content.startswith(b"OggS") or _is_endless(item.content):
+def _read(item: Item, content: bytes, shape: AudioShape) -> tuple[np.ndarray, int]:
+    """The mean of the channels, (S_file,) float32, and their rate, of one part of an item's file."""
+    if content.startswith(b"OggS") or _is_endless(content):
         # FFmpeg ends a Vorbis stream up to 128 samples too early or too late, and calls what ends before its declared
         # end damaged. What libsndfile does not know, such as a video's track, is left to FFmpeg.
         with suppress(soundfile.LibsndfileError):
-            return _read_whole(item.content, shape)
-    return _read_frames(item, shape)
+            return _read_blocks(content, shape)
+    return _read_frames(item, content, shape)
 
 
 def _is_endless(content: bytes) -> bool:
@@ -98,32 +112,48 @@ def _is_endless(content: bytes) -> bool:
     return content.startswith(b"RIFF") and int.from_bytes(content[4:8], "little") >= ENDLESS
 
 
-def _read_frames(item: Item, shape: AudioShape) -> tuple[np.ndarray, int]:
-    with reading(item, "audio") as (container, stream):
+def _read_frames(item: Item, content: bytes, shape: AudioShape) -> tuple[np.ndarray, int]:
+    with reading(item, "audio", content) as (container, stream):
         if (declared_seconds(container, stream) or 0) > shape.max_seconds + HEADER_EXCESS:
             raise ValueError(_too_long(shape))
-        parts: list[np.ndarray] = []
-        rate = count = 0
+        _check_size(stream.codec_context.sample_rate, stream.codec_context.channels)
+        mix = _Mix(shape)
         for frame in frames(container, stream):
-            rate = _checked_rate(frame.sample_rate, rate)
-            parts.append(_mixed(_channels(frame)))
-            count += len(parts[-1])
-            if count > _most_samples(rate, shape):
-                raise ValueError(_too_long(shape))
-        if not count:
-            raise ValueError("it has no sample")
-    return np.concatenate(parts), rate
+            mix.add(_channels(frame), frame.sample_rate)
+    return mix.result()
 
 
-def _read_whole(content: bytes, shape: AudioShape) -> tuple[np.ndarray, int]:
+def _read_blocks(content: bytes, shape: AudioShape) -> tuple[np.ndarray, int]:
     with soundfile.SoundFile(BytesIO(content)) as file:
-        most = _most_samples(_checked_rate(file.samplerate, 0), shape)
-        values = file.read(most + 1, dtype="float32", always_2d=True)
-        if len(values) > most:
-            raise ValueError(_too_long(shape))
-        if not len(values):
+        _check_size(file.samplerate, file.channels)
+        mix = _Mix(shape)
+        while len(block := file.read(BLOCK, dtype="float32", always_2d=True)):
+            mix.add(block.T, file.samplerate)
+    return mix.result()
+
+
+class _Mix:
+    """The mean of the channels of a file as it is read, within the limits of a shape."""
+
+    def __init__(self, shape: AudioShape) -> None:
+        self.shape = shape
+        self.rate = self.count = 0
+        self.parts: list[np.ndarray] = []
+
+    def add(self, channels: np.ndarray, rate: int) -> None:
+        """Takes over the next (C, S) samples."""
+        _check_size(rate, len(channels))
+        self.rate = _checked_rate(rate, self.rate)
+        self.parts.append(_mixed(channels))
+        self.count += len(self.parts[-1])
+        if self.count > _most_samples(rate, self.shape):
+            raise ValueError(_too_long(self.shape))
+
+    def result(self) -> tuple[np.ndarray, int]:
+        """All samples, (S_file,) float32, and their rate."""
+        if not self.count:
             raise ValueError("it has no sample")
-        return _mixed(values.T), file.samplerate
+        return np.concatenate(self.parts), self.rate
 
 
 def _too_long(shape: AudioShape) -> str:
@@ -137,6 +167,15 @@ def _checked_rate(rate: int, before: int) -> int:
     if not 0 < rate <= RATE_LIMIT:
         raise ValueError(f"it has a rate of {rate} samples per second, expected 1 to {RATE_LIMIT}")
     return rate
+
+
+def _check_size(rate: int, channels: int) -> None:
+    """Refuses files that cost more to decode than any recording does."""
+    if rate * channels > VALUES_LIMIT:
+        raise ValueError(
+            f"it declares {channels} channels of {rate} samples per second, expected at most {VALUES_LIMIT} samples "
+            "per second in all"
+        )
 
 
 def _most_samples(rate: int, shape: AudioShape) -> int:

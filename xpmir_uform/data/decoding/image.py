@@ -5,12 +5,14 @@ H rows and W columns of pixels, C channels, T patches (tokens), P values of one 
 
 import struct
 import zlib
+from contextlib import suppress
 from io import BytesIO
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from xpmir_uform.data.decoding.pixels import flatten
+from xpmir_uform.data.decoding.png import with_exact_transparency, without_texts
 from xpmir_uform.data.decoding.unreadable import UnreadableItem, out_of_memory
 from xpmir_uform.data.items import Item
 from xpmir_uform.data.segments import Segment
@@ -26,11 +28,27 @@ FORMATS = (
 )
 """Formats whose pixels lie in the file and are declared in its header. Pillow's others run programs or nest files."""
 
+SIDE_LIMIT = 1 << 16
+"""A file that declares more pixels on one side is refused: JPEG and WebP cannot, and no camera does."""
+
+REDUCING_GAP = 4.0
+
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""How a stored picture is turned, by the value of the tag Orientation (Exif 2.32, 4.6.4)."""
+
 MIDDLE = np.float32(127.5)
 """Pixel values x in 0..255 are standardised as x / MIDDLE - 1, in -1..1."""
 
 # Damaged files raise nearly anything in Pillow; a bare Exception would also catch the signals of a job that is stopped.
-_DAMAGE = (
+DAMAGE = (
     *(OSError, EOFError, SyntaxError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError),
     *(RuntimeError, struct.error, zlib.error, Image.DecompressionBombError),
 )
@@ -52,28 +70,30 @@ def open_image(item: Item, shape: ImageShape) -> np.ndarray:
         UnreadableItem: as in :func:`decode`.
     """
     try:
-        return fit(flatten(_upright(item.content, shape), shape.channels), shape)
+        return fit(flatten(upright(_opened(item.content, shape)), shape.channels), shape)
     except UnidentifiedImageError as error:
         raise UnreadableItem.of(item, f"it is no image of a known format ({', '.join(FORMATS)})") from error
     except MemoryError as error:
         raise out_of_memory(item) from error
-    except _DAMAGE as error:
+    except DAMAGE as error:
         raise UnreadableItem.of(item, str(error) or type(error).__name__) from error
 
 
-def fit(pixels: np.ndarray, shape: PictureShape) -> np.ndarray:
-    """Resizes (H, W, C) uint8 pixels as :func:`whole_patches` says, by :func:`resize`."""
-    return resize(pixels, *whole_patches(pixels.shape[0], pixels.shape[1], shape), shape)
+def fit(picture: Image.Image, shape: PictureShape) -> np.ndarray:
+    """(H, W, C) uint8: a picture, resized as :func:`whole_patches` says, by :func:`as_patches`."""
+    return as_patches(picture, *whole_patches(picture.height, picture.width, shape), shape)
 
 
-def resize(pixels: np.ndarray, rows: int, columns: int, shape: PictureShape) -> np.ndarray:
-    """(H, W, C) uint8 pixels as that many patches, by Pillow's antialiased bicubic filter."""
-    side = shape.patch_side
-    if pixels.shape[:2] == (rows * side, columns * side):
-        return pixels
-    picture = Image.fromarray(pixels if shape.channels == 3 else pixels[:, :, 0])
-    resized = picture.resize((columns * side, rows * side), Image.Resampling.BICUBIC)
-    return np.asarray(resized).reshape(rows * side, columns * side, shape.channels)
+def as_patches(picture: Image.Image, rows: int, columns: int, shape: PictureShape) -> np.ndarray:
+    """(H, W, C) uint8: a picture as that many patches, by Pillow's antialiased bicubic filter.
+
+    A side that shrinks more than ``2 * REDUCING_GAP`` times is first averaged over blocks of pixels, which bounds the
+    memory and the time of the filter.
+    """
+    height, width = rows * shape.patch_side, columns * shape.patch_side
+    if picture.size != (width, height):
+        picture = picture.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=REDUCING_GAP)
+    return np.asarray(picture).reshape(height, width, shape.channels)
 
 
 def whole_patches(height: int, width: int, shape: PictureShape) -> tuple[int, int]:
@@ -114,18 +134,31 @@ def patches(pixels: np.ndarray, shape: ImageShape) -> Segment:
     return Segment(Modality.IMAGE, values, (1, rows, columns))
 
 
-def _upright(content: bytes, shape: ImageShape) -> Image.Image:
+def upright(picture: Image.Image) -> Image.Image:
+    """``picture``, turned as its EXIF orientation says. The rest of EXIF is not read, and may be damaged."""
+    picture.load()
+    orientation = 1
+    with suppress(*DAMAGE):
+        orientation = picture.getexif().get(ExifTags.Base.Orientation, 1)
+    turn = TURNS.get(orientation)
+    return picture if turn is None else picture.transpose(turn)
+
+
+def _opened(content: bytes, shape: ImageShape) -> Image.Image:
+    """The picture in a file, within the limits, its pixels not yet decoded where that can be put off."""
+    content = without_texts(content)
     picture: Image.Image = Image.open(BytesIO(content), formats=FORMATS)
     width, height = picture.size
-    if width * height > PIXEL_LIMIT:
-        raise ValueError(f"it declares {width} x {height} pixels, more than the limit of {PIXEL_LIMIT}")
+    if width * height > PIXEL_LIMIT or max(width, height) > SIDE_LIMIT:
+        raise ValueError(
+            f"it declares {width} x {height} pixels, expected at most {PIXEL_LIMIT}, and at most {SIDE_LIMIT} on a side"
+        )
     if width * height == 0:
         raise ValueError(f"it has no pixels ({width} x {height})")
     rows, columns = whole_patches(height, width, shape)
     # A JPEG is decoded at a half, a quarter or an eighth of its size where that leaves twice the side that is kept.
     picture.draft(None, (2 * columns * shape.patch_side, 2 * rows * shape.patch_side))
-    ImageOps.exif_transpose(picture, in_place=True)
-    return picture
+    return with_exact_transparency(picture, lambda: Image.open(BytesIO(content), formats=("PNG",)))
 
 
 def _nearest(numerator: int, denominator: int) -> int:

@@ -3,17 +3,23 @@
 F frames that are kept, H rows and W columns of pixels, C channels, T tubes (tokens), P values of one tube.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 from av import VideoFrame
 from PIL import Image
 
-from xpmir_uform.data.decoding.image import MIDDLE, resize, whole_patches
-from xpmir_uform.data.decoding.media import frames, reading
+from xpmir_uform.data.decoding.chains import parts_of
+from xpmir_uform.data.decoding.image import MIDDLE, as_patches, whole_patches
+from xpmir_uform.data.decoding.media import frames, reading, refusing
 from xpmir_uform.data.decoding.pixels import flatten
 from xpmir_uform.data.items import Item
 from xpmir_uform.data.segments import Segment
 from xpmir_uform.data.shapes import VideoShape
 from xpmir_uform.data.vocabulary import Modality
+
+QUARTER_TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}
+"""How a stored frame is turned, by its rotation in degrees, counter-clockwise."""
 
 
 def decode(item: Item, shape: VideoShape) -> Segment:
@@ -28,24 +34,23 @@ def decode(item: Item, shape: VideoShape) -> Segment:
 def open_video(item: Item, shape: VideoShape) -> np.ndarray:
     """(F, H, W, C) uint8: every ``frame_stride``-th frame of a video file from the first on, upright, on white.
 
-    Frames are counted as they are stored: where their rate varies, each counts once, however long it is shown. All are
-    resized as an image of the first one's size is. Pixels are taken as square.
+    Frames are counted as they are shown: those that an edit list leaves out are not, and where the rate varies each
+    counts once, however long it is shown. All are resized as an image of the first one's size is. Pixels are taken as
+    square.
 
     Raises:
         UnreadableItem: as in :func:`decode`.
     """
-    with reading(item, "video") as (container, stream):
-        if stream.frames > shape.max_frames * shape.frame_stride:
-            raise ValueError(_too_long(shape))
-        kept: list[np.ndarray] = []
-        for number, frame in enumerate(frames(container, stream)):
+    kept: list[np.ndarray] = []
+    with refusing(item):
+        for number, frame in enumerate(_shown(item)):
             if number % shape.frame_stride:
                 continue
             if len(kept) == shape.max_frames:
                 raise ValueError(_too_long(shape))
-            pixels = _upright(frame, shape.channels)
-            rows, columns = _grid(kept[0] if kept else None, pixels, shape)
-            kept.append(resize(pixels, rows, columns, shape))
+            picture = _upright(frame, shape.channels)
+            rows, columns = _grid(kept[0] if kept else None, picture, shape)
+            kept.append(as_patches(picture, rows, columns, shape))
         if not kept:
             raise ValueError("it has no frame")
     return np.stack(kept)
@@ -79,20 +84,28 @@ def tubes(pixels: np.ndarray, shape: VideoShape) -> Segment:
     return Segment(Modality.VIDEO, values, (layers, rows, columns))
 
 
+def _shown(item: Item) -> Iterator[VideoFrame]:
+    """The frames that a player shows, of a chain of Ogg files those of each part."""
+    for content in parts_of(item.content):
+        with reading(item, "video", content) as (container, stream):
+            yield from frames(container, stream)
+
+
 def _too_long(shape: VideoShape) -> str:
     stride = f" of every {shape.frame_stride}" if shape.frame_stride > 1 else ""
     return f"it has more than {shape.max_frames} frames{stride}, the limit of the video shape (max_frames)"
 
 
-def _upright(frame: VideoFrame, channels: int) -> np.ndarray:
-    """(H, W, C) uint8: the pixels of a frame as it is to be shown."""
+def _upright(frame: VideoFrame, channels: int) -> Image.Image:
+    """A frame as it is to be shown, in mode RGB or L."""
     transparent = any(component.is_alpha for component in frame.format.components) or frame.format.has_palette
-    stored = frame.to_ndarray(format="rgba" if transparent else "rgb24", threads=1)
-    pixels = flatten(Image.fromarray(stored), channels)
-    return np.rot90(pixels, frame.rotation // 90) if frame.rotation % 90 == 0 else pixels
+    picture = Image.fromarray(frame.to_ndarray(format="rgba" if transparent else "rgb24", threads=1))
+    turn = QUARTER_TURNS.get(frame.rotation % 360)
+    picture = flatten(picture, channels)
+    return picture if turn is None else picture.transpose(turn)
 
 
-def _grid(first: np.ndarray | None, pixels: np.ndarray, shape: VideoShape) -> tuple[int, int]:
+def _grid(first: np.ndarray | None, picture: Image.Image, shape: VideoShape) -> tuple[int, int]:
     if first is None:
-        return whole_patches(pixels.shape[0], pixels.shape[1], shape)
+        return whole_patches(picture.height, picture.width, shape)
     return first.shape[0] // shape.patch_side, first.shape[1] // shape.patch_side
