@@ -110,6 +110,7 @@ def test_what_looks_like_a_stream_in_the_metadata_is_none():
     np.testing.assert_array_equal(heard(whole), heard(content))
 
 
+@pytest.mark.debian
 def test_two_streams_of_one_part_are_no_chain(tmp_path):
     """An Ogg file with two soundtracks begins both before any of them goes on."""
     content = by_tool(
@@ -122,6 +123,7 @@ def test_two_streams_of_one_part_are_no_chain(tmp_path):
     assert len(parts_of(content + content)) == 2
 
 
+@pytest.mark.debian
 def test_a_chain_of_videos_is_seen_to_its_end(tmp_path):
     part = by_tool(
         tmp_path,
@@ -132,6 +134,7 @@ def test_a_chain_of_videos_is_seen_to_its_end(tmp_path):
     np.testing.assert_array_equal(shown(part + part), np.concatenate([shown(part)] * 2))
 
 
+@pytest.mark.debian
 def test_files_of_flac_and_oggenc_are_chained_too(tmp_path):
     soundfile.write(tmp_path / "a.wav", tone(0.5, RATE), RATE)
     for command, result in ((("flac", "-s", "a.wav"), "a.flac"), (("oggenc", "-Q", "a.wav"), "a.ogg")):
@@ -194,6 +197,7 @@ def test_a_transparent_colour_is_compared_in_full(depth, interlaced):
     assert seen(content)[0].tolist() == [[255] * 3, *map(list, expected[1:])]
 
 
+@pytest.mark.debian
 @pytest.mark.parametrize("codec", ["libvpx", "libvpx-vp9"])
 def test_transparent_frames_of_webm_are_white(tmp_path, codec):
     options = ["-auto-alt-ref", "0"] if codec == "libvpx" else []

@@ -5,7 +5,7 @@ The decoder and the model share them, so that a saved model carries all that dec
 
 from math import isfinite
 
-from experimaestro import Config, Param
+from experimaestro import Config, Constant, Param
 
 from xpmir_uform.data.fields import default
 
@@ -14,6 +14,9 @@ class ImageShape(Config):
     """Square patches of an image, read row by row."""
 
     __xpmid__ = "uform.image-shape"
+
+    version: Constant[int] = 2
+    """Of what decoding keeps of a file"""
 
     patch_side: Param[int]
     """Side of a patch, in pixels."""
@@ -45,6 +48,9 @@ class VideoShape(Config):
     """Tubes of a video: square patches through some frames, read frame by frame, then row by row."""
 
     __xpmid__ = "uform.video-shape"
+
+    version: Constant[int] = 2
+    """Of what decoding keeps of a file"""
 
     patch_side: Param[int]
     """Side of a patch, in pixels."""
@@ -90,6 +96,9 @@ class AudioShape(Config):
     """Chunks of a sound, one after another."""
 
     __xpmid__ = "uform.audio-shape"
+
+    version: Constant[int] = 2
+    """Of what decoding keeps of a file"""
 
     chunk_samples: Param[int]
     """Samples of a chunk; the last chunk is filled with zeros."""
