@@ -1,6 +1,7 @@
 """Indexes: what is written, found, refused, and how the command does it."""
 
 import json
+import os
 import sys
 from io import BytesIO
 from pathlib import Path
@@ -14,8 +15,10 @@ from torch.nn.functional import normalize
 
 from xpmir_uform import ImageShape, Item, Modality, PooledHead, TokenHead, UFormEncoder, save_model
 from xpmir_uform.commands import main
+from xpmir_uform.data.disk import describe, seal
 from xpmir_uform.export.index import Document, Index, build_index, building, nearest, read_collection
 from xpmir_uform.export.index.shards import Shard, shard_tensors, write_shard
+from xpmir_uform.learner.files import Occupied
 
 COLOURS = "red green blue black white pink grey gold teal plum".split()
 THINGS = "apple pear plum car boat tree house lamp shoe hat cup door key fish bird stone".split()
@@ -197,11 +200,76 @@ def test_a_graph_that_is_cut_or_of_another_index_is_refused(model, tmp_path):
     whole = (folder / "pooled.usearch").read_bytes()
     for size in (0, 3, 64, len(whole) // 2, len(whole) - 1):
         (folder / "pooled.usearch").write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"pooled\.usearch was changed: its size is .*, or build the index again"):
+            Index(folder, model)
+        reseal(folder)
         with pytest.raises(ValueError, match=r"pooled\.usearch is no whole graph .*: build the index again"):
             Index(folder, model)
     (folder / "pooled.usearch").write_bytes((tmp_path / "other" / "pooled.usearch").read_bytes())
+    reseal(folder)
     with pytest.raises(ValueError, match=r"pooled\.usearch is no graph of 9 documents: build the index again"):
         Index(folder, model)
+
+
+def test_any_changed_byte_is_refused_before_a_library_sees_it(model, tmp_path, monkeypatch):
+    pytest.importorskip("usearch", reason="needs the extra 'search'")
+    folder, draw = tmp_path / "i", np.random.default_rng(5)
+    build_index(model, TEXTS[:7], folder, approximate=True)
+    monkeypatch.setattr("xpmir_uform.export.index.index.Shard", pytest.fail)
+    monkeypatch.setattr("xpmir_uform.export.index.index.open_graph", pytest.fail)
+    for name in ("pooled.usearch", "00000.safetensors", "index.json"):
+        whole = (folder / name).read_bytes()
+        for place in draw.choice(len(whole), 12):
+            (folder / name).write_bytes(
+                whole[:place] + bytes([whole[place] ^ 1 << draw.integers(8)]) + whole[place + 1 :]
+            )
+            with pytest.raises(ValueError, match=f"{name}.*build the index again"):
+                Index(folder, model)
+        (folder / name).write_bytes(whole)
+
+
+@pytest.mark.parametrize("name", ["index.json", "00000.safetensors"])
+@pytest.mark.parametrize("kind", ["a link", "a pipe", "a folder"])
+def test_an_index_is_of_regular_files_in_its_folder(model, tmp_path, name, kind):
+    build_index(model, ["one", "two"], tmp_path / "i")
+    path = tmp_path / "i" / name
+    path.rename(tmp_path / "elsewhere")
+    make = {
+        "a link": lambda: path.symlink_to("../elsewhere"),
+        "a pipe": lambda: os.mkfifo(path),
+        "a folder": path.mkdir,
+    }
+    make[kind]()
+    with pytest.raises(ValueError, match=r"is damaged|holds no index\.json|is missing or no file"):
+        Index(tmp_path / "i", model)
+
+
+@pytest.mark.parametrize("names", [["../secret.safetensors"], ["00001.safetensors"], ["00000.safetensors", "x"], []])
+def test_a_manifest_names_the_files_of_an_index_alone(model, tmp_path, names):
+    build_index(model, ["one"], tmp_path / "i")
+    (held,) = json.loads((tmp_path / "i" / "index.json").read_text())["files"].values()
+    tell(tmp_path / "i", files=dict.fromkeys(names, held))
+    with pytest.raises(ValueError, match="lists other files"):
+        Index(tmp_path / "i", model)
+
+
+def test_of_two_builds_in_one_folder_the_second_leaves_and_touches_nothing(model, tmp_path):
+    def documents():
+        yield "one"
+        with pytest.raises(Occupied, match=r"another process writes .*wait until it ends"):
+            build_index(model, ["three"], tmp_path / "i")
+        yield "two"
+
+    built = build_index(model, documents(), tmp_path / "i")
+    assert [hit.text for hit in built.search("one", 2)] in (["one", "two"], ["two", "one"])
+    assert [path.name for path in tmp_path.iterdir()] == ["i"]
+
+
+def test_a_build_that_was_killed_leaves_nothing_to_the_next(model, tmp_path):
+    (tmp_path / ".i.part").mkdir()
+    (tmp_path / ".i.part" / "00007.safetensors").write_bytes(b"of an older build")
+    assert len(build_index(model, ["one"], tmp_path / "i")) == 1
+    assert sorted(path.name for path in (tmp_path / "i").iterdir()) == ["00000.safetensors", "index.json"]
 
 
 def test_a_graph_without_usearch_says_what_to_install(model, tmp_path, monkeypatch):
@@ -249,9 +317,11 @@ def test_an_impossible_collection_leaves_what_was_there(model, tmp_path, documen
     assert len(Index(tmp_path / "i", model)) == 2
 
 
-def test_an_index_replaces_an_index_and_nothing_else(model, tmp_path):
+def test_an_index_replaces_an_index_and_nothing_else(model, tmp_path, caplog):
     build_index(model, ["one", "two"], tmp_path / "i")
+    assert caplog.messages == []
     assert len(build_index(model, ["three"], tmp_path / "i")) == 1
+    assert caplog.messages == [f"{tmp_path / 'i'} holds 2 documents: it is replaced when the new index is whole"]
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "a").write_text("dear")
     with pytest.raises(ValueError, match="letters is there and is no index: choose another place, or remove it"):
@@ -293,16 +363,20 @@ def test_a_token_vector_that_is_not_finite_is_refused_by_id(tmp_path, monkeypatc
             "holds no index.json: expected a folder that xpmir-uform index",
         ),
         (lambda folder: (folder / "index.json").write_text("{"), "index.json is damaged"),
-        (lambda folder: (folder / "index.json").write_text('{"format": 2}'), "has the format 2, expected 1"),
-        (lambda folder: (folder / "00000.safetensors").unlink(), "00000.safetensors is no whole part of an index"),
+        (lambda folder: (folder / "index.json").write_text('{"format": 1}'), "of another format than 2"),
+        (lambda folder: tell(folder, format=3), "has the format 3, expected 2"),
+        (lambda folder: (folder / "00000.safetensors").unlink(), "00000.safetensors is missing"),
         (
             lambda folder: (folder / "00000.safetensors").write_bytes((folder / "00000.safetensors").read_bytes()[:-9]),
-            "00000.safetensors is no whole part of an index",
+            "00000.safetensors was changed: its size is",
         ),
+        (lambda folder: (folder / "index.json").write_text("[" * 100_000), "index.json is damaged"),
+        (lambda folder: tell(folder, shards=10**12), "lists other files"),
+        (lambda folder: tell(folder, files={"00000.safetensors": {}}), "listed without size or sha256"),
         (lambda folder: tell(folder, documents=3), "holds 2 of 3 documents"),
         (lambda folder: tell(folder, shards="1"), "index.json is damaged .its fields are of other types"),
         (lambda folder: tell(folder, model=None), "index.json is damaged .its fields are of other types"),
-        (lambda folder: (folder / "index.json").write_text('{"format": 1}'), "index.json is damaged .'model'"),
+        (lambda folder: (folder / "index.json").write_text(seal({"format": 2})), "index.json is damaged .its fields"),
         (lambda folder: (folder / "index.json").write_bytes(b"\xff\xfe"), "index.json is damaged"),
         *(
             (lambda folder, name=name: keep(folder, name), f"00000.safetensors is no whole part of an index .*{name}")
@@ -319,8 +393,15 @@ def test_a_damaged_index_is_refused(model, tmp_path, damage, message):
 
 
 def tell(folder, **fields):
+    """Writes the manifest with other fields, as a stranger would."""
     told = json.loads((folder / "index.json").read_text())
-    (folder / "index.json").write_text(json.dumps({**told, **fields}))
+    del told["digest"]
+    (folder / "index.json").write_text(seal({**told, **fields}))
+
+
+def reseal(folder):
+    """Makes the manifest say what is there."""
+    tell(folder, files={path.name: describe(path) for path in folder.iterdir() if path.name != "index.json"})
 
 
 def keep(folder, without, **rows):
@@ -329,6 +410,7 @@ def keep(folder, without, **rows):
     tensors = {name: value[: rows.get(name)].clone() for name, value in load_file(path).items() if name != without}
     path.unlink()
     write_shard(tensors, path)
+    reseal(folder)
 
 
 @pytest.mark.parametrize(("k", "candidates"), [(0, None), (5, 4), (2.5, None), ("3", None), (None, 4), (2, 3.5)])

@@ -37,7 +37,7 @@ from xpmir_uform import (
     UFormTrainer,
     adamw,
 )
-from xpmir_uform.learner import checkpoint, lock, manifest, signals
+from xpmir_uform.learner import checkpoint, files, manifest, signals
 from xpmir_uform.learner.lock import Occupied, only_one
 from xpmir_uform.learner.together import LOST
 from xpmir_uform.trainer.loader import iterate_steps
@@ -390,12 +390,12 @@ def test_a_killed_process_gives_the_folder_back(tmp_path):
 
 def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch, caplog):
     def refuse(*args):
-        raise OSError(lock.errno.ENOLCK, "no locks available")
+        raise OSError(files.errno.ENOLCK, "no locks available")
 
-    monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    monkeypatch.setattr(files.fcntl, "flock", refuse)
     with only_one(tmp_path):
         pass
-    assert "do not run this task twice at once" in caplog.text
+    assert "do not write it by two processes at once" in caplog.text
 
 
 def test_the_stock_learner_trains_twice_in_one_folder(execute, tmp_path):

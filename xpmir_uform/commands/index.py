@@ -37,9 +37,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Writes the index and prints what is in it."""
     from xpmir_uform.export.index import build_index, read_collection
+    from xpmir_uform.learner.files import Occupied
 
-    index = build_index(
-        load(arguments), read_collection(arguments.collection), arguments.index, approximate=arguments.approximate
-    )
+    documents = read_collection(arguments.collection)
+    try:
+        index = build_index(load(arguments), documents, arguments.index, approximate=arguments.approximate)
+    except Occupied as error:
+        raise ValueError(str(error)) from error
     print(f"{len(index)} documents in {arguments.index}")
     return 0

@@ -1,6 +1,8 @@
 """Files that are whole or absent, whenever the process is killed."""
 
 import errno
+import fcntl
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -10,6 +12,11 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from xpmir_uform.data.disk import refusal
+
+logger = logging.getLogger(__name__)
+
+UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
+"""What a file system without locks answers; NFS has none of folders."""
 
 
 def sync(path: Path) -> None:
@@ -46,22 +53,64 @@ def discard(path: Path) -> None:
 
 
 def commit_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """Makes the folder ``path`` with what ``write`` puts into it; an older folder of that name is replaced."""
-    part = aside(path)
-    remove(part)
-    part.mkdir(parents=True)
+    """Makes the folder ``path`` with what ``write`` puts into it; an older folder of that name is replaced.
+
+    Raises:
+        Occupied: another process is doing so; nothing was touched.
+    """
+    with _held(aside(path)) as part:
+        try:
+            for entry in part.iterdir():
+                remove(entry)
+            write(part)
+            for entry in sorted(part.rglob("*")):
+                sync(entry)
+            sync(part)
+            discard(path)
+            os.rename(part, path)
+        except Exception:
+            # What could not be written leaves its room to others; what was committed before is as it was.
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+        sync(path.parent)
+
+
+@contextmanager
+def _held(part: Path) -> Iterator[Path]:
+    """Holds the folder ``part``, which is made if it is not there, for this process alone."""
+    while True:
+        if part.is_symlink() or not part.is_dir():
+            remove(part)
+            part.mkdir(parents=True)
+        descriptor = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            lock(descriptor, part)
+            # Whoever held it may have committed it since it was opened.
+            if part.is_dir() and os.path.samestat(os.fstat(descriptor), part.stat()):
+                yield part
+                return
+        finally:
+            os.close(descriptor)
+
+
+class Occupied(RuntimeError):
+    """Another process works in this folder."""
+
+
+def lock(descriptor: int, path: Path) -> None:
+    """Locks an open file or folder until it is closed; without a lock where the file system has none.
+
+    Raises:
+        Occupied: another process holds it.
+    """
     try:
-        write(part)
-        for entry in sorted(part.rglob("*")):
-            sync(entry)
-        sync(part)
-        discard(path)
-        os.rename(part, path)
-    except Exception:
-        # What could not be written leaves its room to others; what was committed before is as it was.
-        shutil.rmtree(part, ignore_errors=True)
-        raise
-    sync(path.parent)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise Occupied(f"another process writes {path}: wait until it ends, or end it, and try again") from None
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        logger.warning("%s cannot be locked (%s): do not write it by two processes at once", path, error)
 
 
 def point(link: Path, target: str) -> None:

@@ -1,23 +1,15 @@
 """One process at a time in the folder of a job."""
 
-import errno
-import fcntl
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from xpmir_uform.learner.files import explained
-
-logger = logging.getLogger(__name__)
+from xpmir_uform.learner.files import Occupied, explained, lock
 
 NAME = ".training.lock"
-UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
-
-class Occupied(RuntimeError):
-    """Another process trains in this folder."""
+__all__ = ["NAME", "Occupied", "only_one"]
 
 
 @contextmanager
@@ -31,7 +23,9 @@ def only_one(folder: Path) -> Iterator[None]:
     """
     with explained(f"{folder / NAME} cannot be opened", "make the folder one that can be written, run the task again"):
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(
+            folder / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
+        )
     try:
         with explained(f"{folder / NAME} cannot be locked", "run the task again once the file system answers"):
             _hold(descriptor, folder)
@@ -42,17 +36,12 @@ def only_one(folder: Path) -> Iterator[None]:
 
 def _hold(descriptor: int, folder: Path) -> None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        lock(descriptor, folder / NAME)
+    except Occupied:
         holder = os.pread(descriptor, 20, 0).decode(errors="replace").strip() or "unknown"
         raise Occupied(
             f"another process (number {holder}) trains in {folder}: this one leaves and has changed nothing. "
             "Wait until that one ends, or end it"
         ) from None
-    except OSError as error:
-        if error.errno not in UNSUPPORTED:
-            raise
-        logger.warning("%s cannot be locked (%s): do not run this task twice at once", folder, error)
-        return
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)

@@ -1,18 +1,21 @@
 """Building an index: a collection is encoded in blocks, and written shard by shard."""
 
-import json
+import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from xpmir_uform.export.fingerprint import fingerprint
 from xpmir_uform.export.index.collection import Document, as_documents
-from xpmir_uform.export.index.index import DESCRIPTION, FORMAT, GRAPH, Index
+from xpmir_uform.export.index.index import Index
+from xpmir_uform.export.index.manifest import GRAPH, NAME, read_manifest, write_manifest
 from xpmir_uform.export.index.nearest import usearch, write_graph
 from xpmir_uform.export.index.shards import Shard, shard_path, shard_tensors, write_shard
 from xpmir_uform.learner.files import commit_folder
 from xpmir_uform.model.encoding import check_readable, most_tokens
 from xpmir_uform.model.running import BATCH_TOKENS, as_items, bar
+
+logger = logging.getLogger(__name__)
 
 SHARD_TOKENS = 262_144
 """Tokens of the documents of one shard, which bounds the memory that building takes."""
@@ -37,13 +40,13 @@ def build_index(
     Raises:
         ValueError: the model has no pooled head, there is no document, an id occurs twice, or the folder is there and
             is no index.
+        Occupied: another process builds an index there.
     """
     folder = Path(folder)
     model.initialize()
     if model.pooling is None:
         raise ValueError("this model has no pooled head, which an index needs: build it with pooled=PooledHead(...)")
-    if folder.exists() and not (folder / DESCRIPTION).is_file():
-        raise ValueError(f"{folder} is there and is no index: choose another place, or remove it")
+    _tell_of_older(folder)
     if approximate:
         usearch()
 
@@ -54,11 +57,23 @@ def build_index(
         if approximate:
             shards = [Shard(shard_path(part, number)) for number in range(len(sizes))]
             write_graph((shard.pooled for shard in shards), shards[0].pooled.shape[1], part / GRAPH)
-        told = {"format": FORMAT, "model": fingerprint(model), "documents": sum(sizes), "shards": len(sizes)}
-        (part / DESCRIPTION).write_text(json.dumps(told, indent=1))
+        write_manifest(part, fingerprint(model), sum(sizes), len(sizes))
 
     commit_folder(folder, write)
     return Index(folder, model)
+
+
+def _tell_of_older(folder: Path) -> None:
+    """Says that the index at ``folder`` is going to be replaced; refuses to replace anything else."""
+    if not folder.exists():
+        return
+    if not (folder / NAME).is_file():
+        raise ValueError(f"{folder} is there and is no index: choose another place, or remove it")
+    try:
+        held = f"{read_manifest(folder)['documents']} documents"
+    except ValueError:
+        held = "an index that is damaged or of another format"
+    logger.warning("%s holds %s: it is replaced when the new index is whole", folder, held)
 
 
 def _write_shards(model: Any, documents: Iterable[Document | str], folder: Path, batch_tokens: int) -> list[int]:

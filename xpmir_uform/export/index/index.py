@@ -3,7 +3,6 @@
 Letters: Q queries, D documents, k results, d embedding width.
 """
 
-import json
 from collections.abc import Sequence
 from itertools import accumulate
 from numbers import Integral
@@ -18,15 +17,10 @@ from uform_kernels import maxsim
 from xpmir_uform.data.items import Item
 from xpmir_uform.evaluation.search import unit
 from xpmir_uform.export.fingerprint import fingerprint
+from xpmir_uform.export.index.manifest import GRAPH, verify
 from xpmir_uform.export.index.nearest import exact_nearest, graph_nearest, open_graph
 from xpmir_uform.export.index.shards import Shard, shard_path
 from xpmir_uform.model.running import as_items, check_count
-
-DESCRIPTION = "index.json"
-GRAPH = "pooled.usearch"
-FORMAT = 1
-KINDS = {"model": str, "documents": int, "shards": int}
-"""The types of what the description tells."""
 
 
 class Hit(NamedTuple):
@@ -58,7 +52,7 @@ class Index:
 
     def __init__(self, folder: str | Path, model: Any) -> None:
         self.folder, self.model = Path(folder), model
-        told, own = _description(self.folder), fingerprint(model)
+        told, own = verify(self.folder), fingerprint(model)
         if told["model"] != own:
             raise ValueError(
                 f"{folder} was built by another model (its fingerprint is {told['model'][:12]}, this model's is "
@@ -69,7 +63,7 @@ class Index:
         self.starts = np.array([0, *accumulate(map(len, self.shards))])
         if self.starts[-1] != told["documents"]:
             raise ValueError(f"{folder} holds {self.starts[-1]} of {told['documents']} documents: build it again")
-        self.graph = open_graph(self.folder / GRAPH, len(self)) if (self.folder / GRAPH).is_file() else None
+        self.graph = open_graph(self.folder / GRAPH, len(self)) if GRAPH in told["files"] else None
 
     def __len__(self) -> int:
         """D."""
@@ -153,20 +147,3 @@ class Index:
     def _hit(self, number: int, score: float, cosine: float) -> Hit:
         shard, row = self._place(number)
         return Hit(shard.string("ids", row), score, cosine, shard.string("texts", row))
-
-
-def _description(folder: Path) -> dict[str, Any]:
-    path = folder / DESCRIPTION
-    if not path.is_file():
-        raise ValueError(f"{folder} holds no {DESCRIPTION}: expected a folder that xpmir-uform index wrote")
-    try:
-        told = json.loads(path.read_bytes())
-        found = told["format"]
-        kinds = [type(told[name]) for name in KINDS] if found == FORMAT else []
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged ({error}): build the index again") from error
-    if found != FORMAT:
-        raise ValueError(f"{folder} has the format {found}, expected {FORMAT}: build the index again")
-    if kinds != list(KINDS.values()):
-        raise ValueError(f"{path} is damaged (its fields are of other types): build the index again")
-    return told

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from xpmir_uform.evaluation.search import unit
 from xpmir_uform.export.index.collection import Document
+from xpmir_uform.export.index.manifest import shard_name
+from xpmir_uform.model.files import check_header, write_tensors
 
 
 def shard_tensors(model: Any, documents: Sequence[Document], batch_tokens: int) -> dict[str, Tensor]:
@@ -59,12 +60,12 @@ def _strings(name: str, strings: Sequence[str]) -> dict[str, Tensor]:
 
 def shard_path(folder: Path, number: int) -> Path:
     """Where shard ``number`` is."""
-    return folder / f"{number:05}.safetensors"
+    return folder / shard_name(number)
 
 
 def write_shard(tensors: dict[str, Tensor], path: Path) -> None:
     """Writes one shard."""
-    save_file(tensors, str(path))
+    write_tensors(tensors, path)
 
 
 RUNS = {"ids_offsets": "ids", "texts_offsets": "texts", "token_offsets": "tokens"}
@@ -84,6 +85,7 @@ class Shard:
 
     def __init__(self, path: Path, tokens: bool = False) -> None:
         try:
+            check_header(path)
             file = safe_open(str(path), "pt")
             self.tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             self.pooled = self.tensors["pooled"]
