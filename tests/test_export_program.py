@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 from PIL import Image
 
@@ -49,38 +50,93 @@ def folder(model, tmp_path_factory):
     return folder
 
 
-def pictures():
-    draw = np.random.default_rng(0)
-    return [Image.fromarray(draw.integers(0, 256, (height, width, 3), dtype=np.uint8)) for width, height in SIZES]
-
-
-def item(picture, key):
+def bytes_of(picture, kind="PNG", **options):
     file = BytesIO()
-    picture.save(file, "PNG")
-    return Item(Modality.IMAGE, file.getvalue(), key)
+    picture.save(file, kind, **options)
+    return file.getvalue()
 
 
-def test_programs_run_without_this_package(model, folder, tmp_path):
+def image_files():
+    """Every way in which the pixels of a file are not those of an upright RGB picture of 8 bits."""
+    draw = np.random.default_rng(0)
+    colours = [Image.fromarray(draw.integers(0, 256, (height, width, 3), dtype=np.uint8)) for width, height in SIZES]
+    smooth = Image.fromarray(np.add.outer(np.arange(90), np.arange(150)).astype(np.uint8)).convert("RGB")
+    alpha = Image.fromarray(draw.integers(0, 256, (20, 31), dtype=np.uint8))
+    deep = draw.integers(0, 1 << 16, (20, 31), dtype=np.uint16)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    transparent = smooth.resize((31, 20))
+    transparent.putalpha(alpha)
+    return [
+        *(bytes_of(picture) for picture in colours),
+        bytes_of(smooth, "JPEG", quality=95),
+        bytes_of(smooth, "JPEG", exif=turned),
+        bytes_of(smooth.convert("CMYK"), "JPEG"),
+        bytes_of(transparent),
+        bytes_of(transparent.convert("LA")),
+        bytes_of(smooth.convert("P"), transparency=3),
+        bytes_of(smooth.convert("1")),
+        bytes_of(Image.fromarray(deep)),
+        bytes_of(Image.fromarray(deep), transparency=int(deep[0, 0])),
+        bytes_of(Image.fromarray(deep.astype(np.int32) - 9000), "TIFF"),
+        bytes_of(Image.fromarray(deep.astype(np.float32) / 65535), "TIFF"),
+        bytes_of(transparent, "WEBP", lossless=True),
+    ]
+
+
+def sound_files():
+    draw = np.random.default_rng(1)
+    files = []
+    for count, channels, rate, kind, subtype in [
+        (77, 1, 100, "WAV", "PCM_16"), (800, 2, 441, "WAV", "PCM_U8"), (900, 3, 800, "WAV", "PCM_24"),
+        (50, 2, 100, "WAV", "FLOAT"), (4000, 2, 8000, "FLAC", "PCM_16"), (9000, 1, 16000, "OGG", "VORBIS"),
+    ]:  # fmt: skip
+        file = BytesIO()
+        loud = 1.5 if subtype == "FLOAT" else 0.5
+        soundfile.write(file, draw.uniform(-loud, loud, (count, channels)), rate, format=kind, subtype=subtype)
+        files.append(file.getvalue())
+    return files
+
+
+def video_files(media):
+    draw = np.random.default_rng(2)
+    frames = draw.integers(0, 256, (9, 12, 20, 3), dtype=np.uint8)
+    shown = Image.fromarray(frames[0]).quantize(7)
+    return [
+        media.video(frames[:3]),
+        media.video(frames[:4, :8], pixels="yuv420p", codec="mpeg4", container="mp4"),
+        media.video(frames[:1, :3, :3]),
+        bytes_of(shown, "GIF", save_all=True, append_images=[shown.rotate(90)], transparency=2),
+    ]
+
+
+def test_programs_run_without_this_package(model, folder, tmp_path, media):
     """The documented program as it stands, where importing this package fails."""
-    given = pictures()
-    for number, picture in enumerate(given):
-        picture.save(tmp_path / f"{number}.png")
+    given = {"image": image_files(), "video": video_files(media), "audio": sound_files()}
+    for modality, files in given.items():
+        for number, content in enumerate(files):
+            (tmp_path / f"{modality}{number}").write_bytes(content)
+    counts = {modality: len(files) for modality, files in given.items()}
     documented = re.findall(r"```python\n(.*?)```", DOCUMENTED.read_text(), re.DOTALL)[-1]
     code = (
         f"import sys\nfor name in {BLOCKED}: sys.modules[name] = None\n{documented}\n"
-        f"texts = {TEXTS!r}\n"
-        f"opened = [Image.open(f'{tmp_path}/{{number}}.png') for number in range({len(given)})]\n"
-        "found = {'texts': encode_texts(texts), 'pictures': encode_pictures(opened),\n"
-        "    'text': encode_texts(texts[1:2]), 'picture': encode_pictures(opened[4:])}\n"
-        f"np.savez('{tmp_path}/found.npz', **{{name: value.numpy() for name, value in found.items()}})\n"
+        f"texts, root, counts = {TEXTS!r}, Path({str(tmp_path)!r}), {counts!r}\n"
+        "files = {name: [str(root / f'{name}{number}') for number in range(count)] for name, count in counts.items()}\n"
+        "found = {'text': encode_texts(texts), 'one': encode_texts(texts[1:2])}\n"
+        "found |= {name: encode_files(name, paths) for name, paths in files.items()}\n"
+        "np.savez(root / 'found.npz', **{name: value.numpy() for name, value in found.items()})\n"
         "assert not any(name.startswith('xpmir_uform.') for name in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=folder.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = np.load(tmp_path / "found.npz")
-    items = [item(picture, key) for key, picture in enumerate(given)]
-    for name, things in [("texts", TEXTS), ("pictures", items), ("text", TEXTS[1:2]), ("picture", items[4:])]:
-        np.testing.assert_allclose(found[name], model.encode(things).numpy(), rtol=1e-5, atol=1e-5)
+    expected = {"text": model.encode(TEXTS), "one": model.encode(TEXTS[1:2])}
+    for modality, files in given.items():
+        expected[modality] = model.encode(
+            [Item(Modality[modality.upper()], content, key) for key, content in enumerate(files)]
+        )
+    for name, embeddings in expected.items():
+        np.testing.assert_allclose(found[name], embeddings.numpy(), rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("text", ["a" * 3000, "no" * 1000])
@@ -126,7 +182,7 @@ def test_what_is_padded_has_no_influence(folder):
 def test_the_contract_tells_how_inputs_are_cut(folder):
     told = json.loads((folder / "contract.json").read_text())
     assert told["width"] == 24
-    assert told["empty_text"] == 256
+    assert (told["empty_text"], told["pixel_middle"], told["sample_gain"]) == (256, 127.5, 8.0)
     assert told["modalities"]["image"] == {"patch_side": 4, "max_side": 24, "channels": 3}
     assert list(told["modalities"]) == ["text", "image", "video", "audio"]
     assert {path.stem for path in folder.glob("*.pt2")} == set(told["modalities"])
@@ -144,7 +200,7 @@ def test_a_model_in_float64_is_exported_as_it_is():
 
 def test_an_export_replaces_an_export_and_nothing_else(model, tmp_path):
     (tmp_path / "a").write_text("dear")
-    with pytest.raises(ValueError, match="is there and is no export: choose another place, or remove it"):
+    with pytest.raises(ValueError, match="holds a, which is not of an export and would be lost: choose another folder"):
         export_programs(model, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 

@@ -15,7 +15,7 @@ from xpm_torch.module import SimpleModuleLoader
 from xpmir_uform.data.disk import NotAFile, copy_file, describe, difference, permitted
 from xpmir_uform.export import card, definition
 from xpmir_uform.learner import manifest, shelf
-from xpmir_uform.learner.files import commit_folder
+from xpmir_uform.learner.files import check_replaceable, commit_folder
 from xpmir_uform.model.files import (
     DEFINITION,
     FILE_NAME,
@@ -118,22 +118,6 @@ def _write(
         (part / card.NAME).write_text(card.text(model, check_header(part / FILE_NAME), facts, measures))
 
     commit_folder(folder, write)
-
-
-def check_replaceable(folder: Path, names: Iterable[str], what: str) -> None:
-    """Refuses to replace a folder that holds anything but files of those names.
-
-    Raises:
-        ValueError: names what else is there.
-    """
-    if not folder.exists():
-        return
-    others = sorted({path.name for path in folder.iterdir()} - set(names)) if folder.is_dir() else [folder.name]
-    if others:
-        raise ValueError(
-            f"{folder} holds {', '.join(others[:3])}{', ...' if others[3:] else ''}, which is not of {what} and would "
-            "be lost: choose another folder, or move it away"
-        )
 
 
 def load_model(source: str | Path, trust: Iterable[str | type] = ()) -> UFormEncoder:

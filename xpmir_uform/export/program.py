@@ -17,14 +17,16 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.nn.functional import scaled_dot_product_attention
 
+from xpmir_uform.data.decoding.audio import GAIN
+from xpmir_uform.data.decoding.image import MIDDLE
 from xpmir_uform.data.vocabulary import Modality, Slot
-from xpmir_uform.learner.files import commit_folder
+from xpmir_uform.learner.files import check_replaceable, commit_folder
 from xpmir_uform.model.encoder import Encoder
 from xpmir_uform.model.pooling import Pooling
 from xpmir_uform.model.rotary import AXES, FREQUENCIES, HEAD_WIDTH
 
 CONTRACT = "contract.json"
-FORMAT = 1
+FORMAT = 2
 
 
 def turned(vectors: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -144,7 +146,7 @@ def exported(model: Any, modality: Modality) -> ExportedProgram:
 
 
 def contract(model: Any) -> dict[str, Any]:
-    """What a program needs to be told beside its inputs: how each modality is cut into patches."""
+    """The numbers between a decoded file and the inputs of a program: how values are scaled and cut into patches."""
     shapes = {
         modality.name.lower(): {name: getattr(shape, name) for name in type(shape).__getxpmtype__().arguments}
         for modality, shape in model.shapes.items()
@@ -153,6 +155,8 @@ def contract(model: Any) -> dict[str, Any]:
         "format": FORMAT,
         "width": len(model.pooling.projection.weight),
         "empty_text": int(Slot.EMPTY),
+        "pixel_middle": float(MIDDLE),
+        "sample_gain": float(GAIN),
         "modalities": {"text": {}, **shapes},
     }
 
@@ -162,14 +166,13 @@ def export_programs(model: Any, folder: str | Path) -> None:
 
     Args:
         model: a ``UFormEncoder`` with a pooled head, on any device.
-        folder: is whole or absent; an older export there is replaced.
+        folder: is complete or absent; an older export there is replaced.
 
     Raises:
-        ValueError: the model has no pooled head, or the folder is there and is no export.
+        ValueError: the model has no pooled head, or the folder holds what is not of an export.
     """
-    folder = Path(folder)
-    if folder.exists() and not (folder / CONTRACT).is_file():
-        raise ValueError(f"{folder} is there and is no export: choose another place, or remove it")
+    folder = Path(folder).resolve()
+    check_replaceable(folder, [CONTRACT, *(f"{modality.name.lower()}.pt2" for modality in Modality)], "an export")
     programs = {modality: exported(model, modality) for modality in (Modality.TEXT, *model.shapes)}
 
     def write(part: Path) -> None:

@@ -5,7 +5,7 @@ import fcntl
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -111,6 +111,22 @@ def lock(descriptor: int, path: Path) -> None:
         if error.errno not in UNSUPPORTED:
             raise
         logger.warning("%s cannot be locked (%s): do not write it by two processes at once", path, error)
+
+
+def check_replaceable(folder: Path, names: Iterable[str], what: str) -> None:
+    """Refuses to replace a folder that holds anything but files of those names.
+
+    Raises:
+        ValueError: names what else is there.
+    """
+    if not folder.exists():
+        return
+    others = sorted({path.name for path in folder.iterdir()} - set(names)) if folder.is_dir() else [folder.name]
+    if others:
+        raise ValueError(
+            f"{folder} holds {', '.join(others[:3])}{', ...' if others[3:] else ''}, which is not of {what} and would "
+            "be lost: choose another folder, or move it away"
+        )
 
 
 def point(link: Path, target: str) -> None:
