@@ -10,7 +10,7 @@ from xpmir_uform.learner.alerts import NAMES, AlertLog, Finding, Monitor
 from xpmir_uform.learner.telemetry import Window, read_alerts
 
 WINDOW = 4
-OFF = {"nan": False, "inf": False, "skipped": 0, "wait_share": 0.0, "divergence": 0.0}
+OFF = {"nan": False, "inf": False, "skipped": 0, "lacking": 0, "wait_share": 0.0, "divergence": 0.0}
 
 
 class Lines:
@@ -21,7 +21,7 @@ class Lines:
         self.window = Window(WINDOW)
         self.step = 0
 
-    def next(self, loss=1.0, nan=False, inf=False, norm=1.0, seconds=1.0, wait=0.0, rate=0.1):
+    def next(self, loss=1.0, nan=False, inf=False, norm=1.0, seconds=1.0, wait=0.0, rate=0.1, lacking=None):
         self.step += 1
         skipped = nan or inf
         for name, value in (("nan", nan), ("inf", inf), ("skipped", skipped)):
@@ -36,6 +36,7 @@ class Lines:
             "seconds": {"step": seconds, "wait": wait},
             "items": 2,
             "tokens": 3,
+            "lacking": lacking or {},
         }
         return {**line, "window": self.window.add(line)}
 
@@ -70,6 +71,15 @@ def test_skips_are_told_when_they_are_so_many_in_a_row():
         6: ["skipped"],
         11: ["skipped"],
     }
+
+
+def test_what_a_loss_lacks_is_told_once_it_lacks_it_so_many_times_in_a_row():
+    none = {"lacking": {"a": "edges"}}
+    assert raised([none, FINE, none, none, none, FINE, none, none], lacking=2) == {4: ["lacking"], 8: ["lacking"]}
+    assert raised([FINE, none, none], lacking=1) == {2: ["lacking"]}
+    both = Lines().next(lacking={"a": "edges", "b": "choices and places"})
+    (finding,) = Monitor(Alerts.C().instance(), WINDOW).observe(both)
+    assert finding.message.startswith("in the whole batch a lacks edges; b lacks choices and places")
 
 
 @pytest.mark.parametrize(

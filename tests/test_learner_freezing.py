@@ -62,7 +62,9 @@ def test_what_patterns_name(patterns, names, counts):
         return
     assert freeze(model, patterns) == counts
     assert frozen(model) == names
-    assert count_parameters(model) == (26, 26 - sum(counts.values()))
+    optimizer = torch.optim.SGD(model.parameters())
+    assert count_parameters(model, [optimizer]) == (26, 26 - sum(counts.values()))
+    assert count_parameters(model, []) == (26, 0)
 
 
 def test_what_is_frozen_twice_is_counted_once():

@@ -142,7 +142,7 @@ def whole(tmp_path_factory):
 # Signals
 
 
-@pytest.mark.parametrize(("number", "step"), [(TERM, 1), (INT, 6), (USR1, 8), (TERM, 12)])
+@pytest.mark.parametrize(("number", "step"), [(TERM, 1), (INT, 6), (signal.SIGUSR2, 8), (TERM, 12)])
 def test_a_signal_finishes_the_step_saves_and_leaves_to_be_run_again(execute, tmp_path, whole, number, step):
     At.acts[step] = send(number)
     with pytest.raises(GracefulTimeout, match=f"{number.name} was received: step {step} is saved, run the task again"):
@@ -150,6 +150,31 @@ def test_a_signal_finishes_the_step_saves_and_leaves_to_be_run_again(execute, tm
     assert last_step(tmp_path) == step
     execute(config(), tmp_path)
     assert content(tmp_path) == whole
+
+
+def test_every_signal_that_asks_to_end_is_noted():
+    """A batch system may send any of them before a limit or a preemption, a terminal the others."""
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU"):
+        with signals.Interruptions() as interruptions:
+            os.kill(os.getpid(), signal.Signals[name])
+            assert interruptions.due()
+            assert interruptions.reason == f"{name} was received"
+
+
+def test_the_kernel_repeats_its_signal_of_a_time_limit():
+    with signals.Interruptions() as interruptions:
+        send(signal.SIGXCPU, signal.SIGXCPU, signal.SIGXCPU)()
+        assert interruptions.due()
+        with pytest.raises(TaskCancelled, match="SIGQUIT was received after SIGXCPU"):
+            send(signal.SIGQUIT)()
+
+
+def test_nohup_holds():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with signals.Interruptions() as interruptions:
+        send(signal.SIGHUP)()
+        assert not interruptions.due()
+    assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
 
 
 def test_a_signal_in_a_forward_pass_loses_nothing(execute, tmp_path, whole, monkeypatch):

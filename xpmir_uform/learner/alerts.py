@@ -25,6 +25,7 @@ NAMES = (
     "nan",
     "inf",
     "skipped",
+    "lacking",
     "gradient_norm",
     "step_seconds",
     "learning_rate",
@@ -68,6 +69,9 @@ class Alerts(Config):
     skipped: Meta[int] = default(3)
     """So many steps in a row were skipped"""
 
+    lacking: Meta[int] = default(1)
+    """In so many steps in a row a loss lacked what it learns from, such as attract edges or masked places"""
+
     gradient_norm: Meta[float] = default(0.0)
     """The norm of the gradient, before clipping, is above this"""
 
@@ -96,7 +100,15 @@ class Alerts(Config):
         unknown = sorted({*self.fail_on_alert} - {*NAMES, ALL})
         if unknown:
             raise ValueError(f"fail_on_alert has {', '.join(unknown)}, expected some of {', '.join(NAMES)}, {ALL}")
-        for name in ("skipped", "gradient_norm", "step_seconds", "learning_rate", "divergence", "plateau_steps"):
+        for name in (
+            "skipped",
+            "lacking",
+            "gradient_norm",
+            "step_seconds",
+            "learning_rate",
+            "divergence",
+            "plateau_steps",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected 0 (off) or more")
         if not 0.0 <= self.wait_share <= 1.0:
@@ -120,13 +132,14 @@ class Monitor:
         self.window = window
         self.active: set[str] = set()
         self.row = 0
+        self.lacking_row = 0
         self._counts: dict[str, int] = {}
         self._means: deque[float] = deque(maxlen=alerts.plateau_steps + 1)
 
     @property
     def memory(self) -> int:
         """How many lines decide what holds."""
-        return max(self.alerts.plateau_steps + 1, self.alerts.skipped, 2)
+        return max(self.alerts.plateau_steps + 1, self.alerts.skipped, self.alerts.lacking, 2)
 
     def observe(self, line: Line) -> list[Finding]:
         """The conditions that begin to hold with this line of telemetry."""
@@ -150,6 +163,11 @@ class Monitor:
                 yield Finding(name, counts[name], 0, f"the loss or the gradient holds {what}; the step is skipped")
         if 0 < alerts.skipped <= self.row:
             yield Finding("skipped", self.row, alerts.skipped, f"{self.row} steps in a row were skipped")
+        lacking = line.get("lacking", {})  # Lines of earlier versions have none.
+        self.lacking_row = self.lacking_row + 1 if lacking else 0
+        if 0 < alerts.lacking <= self.lacking_row:
+            what = "; ".join(f"{loss} lacks {things}" for loss, things in lacking.items())
+            yield Finding("lacking", self.lacking_row, alerts.lacking, f"in the whole batch {what}")
         if not line["skipped"]:
             yield from _above("gradient_norm", "the gradient's norm", line["gradient_norm"]["before"], alerts)
         yield from _above("step_seconds", "the time of a step in seconds", seconds, alerts)

@@ -1,8 +1,9 @@
 """Freezing: parameters that training leaves as they are."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import torch
 from torch import nn
 
 
@@ -40,8 +41,8 @@ def _freeze(model: nn.Module, pattern: str) -> int:
     return sum(parameter.numel() for parameter in fresh.values())
 
 
-def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """How many numbers the parameters hold, and how many of them are trained."""
-    parameters = list(model.parameters())
-    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    return sum(parameter.numel() for parameter in parameters), trained
+def count_parameters(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> tuple[int, int]:
+    """How many numbers the parameters hold, and how many of them are trained: are not frozen, and have an optimizer."""
+    optimized = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    trained = sum(parameter.numel() for parameter in optimized if parameter.requires_grad)
+    return sum(parameter.numel() for parameter in model.parameters()), trained

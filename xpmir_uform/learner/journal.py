@@ -130,6 +130,11 @@ class Journal:
         self._owed.append(lambda: self._keep(wanted))
         return self._attempt(self._settle)
 
+    def amend(self, changes: Mapping[str, Any]) -> bool:
+        """Changes fields of the newest entry, all or none of them."""
+        self._owed.append(lambda: self._amend(changes))
+        return self._attempt(self._settle)
+
     def close(self) -> None:
         """Ends the writing; an entry that is added later begins it again."""
         if self._descriptor is not None:
@@ -194,9 +199,19 @@ class Journal:
         content = self.path.read_bytes() if self.path.exists() else b""
         kept = b"".join(encode(entry) for entry in read(self.path) if wanted(entry))
         if kept != content:
-            aside = self.path.with_name(f".{self.path.name}.part")
-            aside.write_bytes(kept)
-            os.replace(aside, self.path)
+            self._replace(kept)
+
+    def _amend(self, changes: Mapping[str, Any]) -> None:
+        self.close()
+        lines = _lines(self.path) if self.path.exists() else []
+        newest = decode(lines[-1]) if lines else None
+        if newest is not None:
+            self._replace(b"".join([*lines[:-1], encode({**newest, **changes})]))
+
+    def _replace(self, content: bytes) -> None:
+        aside = self.path.with_name(f".{self.path.name}.part")
+        aside.write_bytes(content)
+        os.replace(aside, self.path)
 
 
 def _ends_by(line: bytes, step: int) -> bool:

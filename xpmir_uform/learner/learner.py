@@ -289,6 +289,8 @@ class UFormLearner(Learner, ResumableTask):
                 progress.update(state.epoch - progress.n)
                 if self._ask_listeners(fabric, state) == LearnerListenerStatus.STOP:
                     logger.warning("stopping after epoch %d since every listener asks for it", state.epoch)
+                    self.observer.finish()
+                    progress.update(self.max_epochs - progress.n)
                     break
         self._save(fabric)
 

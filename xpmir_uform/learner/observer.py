@@ -33,12 +33,13 @@ class Observer:
         self.context = learner.context
         self.fabric = self.context.fabric
         self.job = learner.logpath.parent
+        self.frozen = dict(frozen)
         self.counts = guard.Counts()
         self.monitor = Monitor(learner.alerts, learner.window)
         self.alerts = AlertLog(self.job / ALERTS)
         self.telemetry = Telemetry(
             self.job,
-            facts(learner, frozen),
+            facts(learner),
             learner.max_epochs * learner.steps_per_epoch,
             learner.window,
             learner.telemetry_bytes,
@@ -83,6 +84,11 @@ class Observer:
         self._check_row(batch)
         self._check_alerts(begun)
 
+    def finish(self) -> None:
+        """Training was ended before its last step: nothing remains."""
+        if self.fabric.is_global_zero:
+            self.telemetry.finish()
+
     def sync(self) -> None:
         """Waits until all that was written is on the disk: a checkpoint must not know of steps that it does not."""
         if self.fabric.is_global_zero:
@@ -108,6 +114,8 @@ class Observer:
             "loss": objective(self.learner.trainer, losses),
             "losses": losses,
             "stats": {} if last is None else statistics(last.values),
+            "lacking": {} if last is None else {name: v.lacking for name, v in last.values.items() if v.lacking},
+            "parameters": self._parameters(),
             "learning_rate": outcome.rates,
             "phase": phases(self.learner.optimizer, self.context.steps, outcome.rates),
             "gradient_norm": {"before": outcome.before, "after": outcome.after},
@@ -127,6 +135,12 @@ class Observer:
                 "peak": peak_bytes(self.fabric.device),
             },
         }
+
+    def _parameters(self) -> dict[str, Any]:
+        """How many there are, and are trained: hooks may freeze some at any step."""
+        model, optimizers = self.context.unwrapped_model(), self.learner.optimizer.optimizers
+        total, trainable = count_parameters(model, optimizers)
+        return {"total": total, "trainable": trainable, "frozen": self.frozen}
 
     def _check_row(self, batch: Any) -> None:
         if self.counts.row < self.learner.max_skipped:
@@ -150,12 +164,10 @@ class Observer:
         raise RuntimeError(f"an alert of fail_on_alert ends the task at step {self.context.steps}: {what}")
 
 
-def facts(learner: "UFormLearner", frozen: Mapping[str, int]) -> dict[str, Any]:
+def facts(learner: "UFormLearner") -> dict[str, Any]:
     """What every line repeats."""
-    total, trainable = count_parameters(learner.context.unwrapped_model())
     used = back_ends(getattr(learner.trainer, "losses", ()), learner.context.fabric.device).values()
     return {
-        "parameters": {"total": total, "trainable": trainable, "frozen": dict(frozen)},
         "seed": learner.random.seed,
         "backend": ",".join(sorted({backend for _, backend in used})),
         "precision": learner.fabric_config.precision,

@@ -11,15 +11,21 @@ from typing import Any
 
 from experimaestro import GracefulTimeout, TaskCancelled
 
+from xpmir_uform.trainer.workers import PASSED_OVER
+
 logger = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = PASSED_OVER
+"""Those that loader workers pass over: what asks one process of a job to end asks all of them."""
+
 POLL_SECONDS = 10.0
 """Between two questions to the launcher, which may have to run a command for its answer."""
 
 
 class Interruptions:
     """Within ``with``, a first signal is noted, and a second one ends what is under way.
+
+    SIGHUP stays ignored where it is (``nohup``).
 
     Args:
         remaining: the seconds that are left, None if nobody knows.
@@ -36,7 +42,8 @@ class Interruptions:
 
     def __enter__(self) -> "Interruptions":
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+            ignored = {number for number in (signal.SIGHUP,) if signal.getsignal(number) == signal.SIG_IGN}
+            self._before = {number: signal.signal(number, self._receive) for number in SIGNALS if number not in ignored}
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
@@ -58,7 +65,8 @@ class Interruptions:
         elif self.reason is None:
             self.reason = f"{name} was received"
             logger.warning("%s: the step is finished and saved; a second signal ends at once", name)
-        else:
+        elif number != signal.SIGXCPU:
+            # The kernel sends that one every second.
             self._cancel(frame)
             raise TaskCancelled(f"{name} was received after {self.reason}: nothing more is saved")
 

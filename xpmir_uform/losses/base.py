@@ -100,10 +100,17 @@ class LossValue:
     Args:
         value: 0-d, differentiable.
         stats: numbers by name that, like the value, add up over parts of the batch.
+        lacking: what the whole batch lacks that the loss learns from, such as attract edges; empty: nothing.
     """
 
     value: Tensor
     stats: dict[str, float] = field(default_factory=dict)
+    lacking: str = ""
+
+
+def named_zeros(counts: Tensor, names: Sequence[str]) -> str:
+    """The names of the numbers (k,) that are 0."""
+    return " and ".join(name for name, count in zip(names, counts.tolist(), strict=True) if not count)
 
 
 class BatchLoss(Config, ABC):
@@ -133,6 +140,14 @@ class BatchLoss(Config, ABC):
     def ask(self, segment: Segment, item: Item, seed: int, step: int) -> Segment:
         """The segment of a training item with what this loss asks of the model; draws are keyed by seed, step, item."""
         return segment
+
+    def lacking(self, counts: Tensor) -> str:
+        """What a global batch lacks that this loss learns from, by its normalisers; empty: nothing, or not known.
+
+        Args:
+            counts: (k,) float64, the sum of ``counts`` over the whole batch.
+        """
+        return ""
 
     def limits(self) -> Mapping[str, int]:
         """Hard limits of a microbatch on one device that this loss sets, by the name of what :meth:`load` tells."""

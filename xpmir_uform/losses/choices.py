@@ -14,7 +14,7 @@ from xpmir_uform.data.fields import default
 from xpmir_uform.data.items import Item
 from xpmir_uform.data.questions import Questions
 from xpmir_uform.data.segments import Segment
-from xpmir_uform.losses.base import BACKENDS, AdditiveLoss, Answers, LossValue
+from xpmir_uform.losses.base import BACKENDS, AdditiveLoss, Answers, LossValue, named_zeros
 
 
 def hits(logits: Tensor, choices: Tensor, offsets: Tensor, targets: Tensor) -> Tensor:
@@ -73,6 +73,10 @@ class ChoicesLoss(AdditiveLoss):
     def counts(self, questions: Questions) -> Tensor:
         """(1,) float64: the items that offer choices."""
         return (questions.choice_offsets.diff() > 0).sum().double().reshape(1)
+
+    def lacking(self, counts: Tensor) -> str:
+        """Items that offer choices."""
+        return named_zeros(counts, ("items that offer choices",))
 
     def compute(self, answers: Answers, questions: Questions, counts: Tensor) -> LossValue:
         """The part of the unweighted loss that a microbatch adds.

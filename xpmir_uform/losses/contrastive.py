@@ -14,7 +14,7 @@ from uform_kernels.checks import check_weight
 
 from xpmir_uform.data.batch import Batch
 from xpmir_uform.data.fields import default
-from xpmir_uform.losses.base import BACKENDS, Encoded, JointLoss, LossValue
+from xpmir_uform.losses.base import BACKENDS, Encoded, JointLoss, LossValue, named_zeros
 from xpmir_uform.losses.forms import PairForm, SigmoidForm
 
 
@@ -79,6 +79,11 @@ class ContrastiveLoss(JointLoss):
     def counts(self, batch: Batch, rows: range) -> torch.Tensor:
         """(3,) float64: attract weight, repel weight, anchors."""
         return pair_normalizers(*edges_of(batch, rows), count=len(batch), **self._cells(batch, rows)).values
+
+    def lacking(self, counts: torch.Tensor) -> str:
+        """Attract edges, cells that repel, or anchors that have both, where the form compares them."""
+        kinds = named_zeros(counts[:2], ("attract edges", "cells that repel"))
+        return kinds or named_zeros(counts[2:], ("anchors that have both attract edges and cells that repel",))
 
     def compute(self, encoded: Encoded, batch: Batch, rows: range, counts: torch.Tensor) -> LossValue:
         """The part of the unweighted loss that the items ``rows`` add."""

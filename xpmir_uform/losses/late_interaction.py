@@ -17,7 +17,7 @@ from xpmir_uform.data.fields import default
 from xpmir_uform.data.items import Item
 from xpmir_uform.data.segments import Segment
 from xpmir_uform.data.vocabulary import Side
-from xpmir_uform.losses.base import BACKENDS, Encoded, JointLoss, LossValue
+from xpmir_uform.losses.base import BACKENDS, Encoded, JointLoss, LossValue, named_zeros
 from xpmir_uform.losses.cells import Cells, form_loss, weighted_mean
 from xpmir_uform.losses.contrastive import Negatives
 from xpmir_uform.losses.forms import PairForm, RankedForm
@@ -224,6 +224,12 @@ class LateInteractionLoss(JointLoss):
             repel = repel + self._ambient_documents(batch, torch.cat([pulled, pushed, ignored]), rows)
         active = (attract > 0) & (repel > 0) if self.form.NAME == "ranked" else attract + repel > 0
         return torch.stack([attract.sum(), repel.sum(), active.sum().to(torch.float64)])
+
+    def lacking(self, counts: Tensor) -> str:
+        """Edges from a query to a document, or queries that have both kinds, where the form compares them."""
+        attract, repel = (f"{kind} from a query to a document" for kind in ("attract edges", "edges that repel"))
+        kinds = named_zeros(counts[:2], (attract, repel))
+        return kinds or named_zeros(counts[2:], ("queries that have both kinds of edges to documents",))
 
     def _ambient_documents(self, batch: Batch, named: Tensor, rows: range) -> Tensor:
         """(len(rows),) float64: the documents that no edge of an anchor names, itself left out; 0 if it is no query."""

@@ -17,7 +17,7 @@ from xpmir_uform.data.masking import LONGEST_MEAN, mask_patches, mask_text
 from xpmir_uform.data.questions import Questions
 from xpmir_uform.data.segments import Segment
 from xpmir_uform.data.vocabulary import Modality
-from xpmir_uform.losses.base import AdditiveLoss, Answers, LossValue
+from xpmir_uform.losses.base import AdditiveLoss, Answers, LossValue, named_zeros
 
 NAMES = {modality: modality.name.lower() for modality in Modality}
 PATCHES = [name for modality, name in NAMES.items() if modality != Modality.TEXT]
@@ -127,6 +127,10 @@ class MaskedLoss(AdditiveLoss):
             for modality in Modality
         ]
         return torch.tensor(asked, dtype=torch.float64)
+
+    def lacking(self, counts: Tensor) -> str:
+        """Masked places of any modality."""
+        return named_zeros(counts.sum(dim=0, keepdim=True), ("masked places",))
 
     def compute(self, answers: Answers, questions: Questions, counts: Tensor) -> LossValue:
         """The part of the unweighted loss that a microbatch adds.

@@ -176,7 +176,7 @@ def exact_step(engine: Engine, share: Share, losses: Sequence[BatchLoss]) -> Val
         if failure is None:
             added, failure = engine.ranks.attempt(lambda: propagate(engine, share, counted, answers, gradient))
             values |= added or {}
-    values = agree(engine.ranks, values, failure)
+    values = with_lacking(agree(engine.ranks, values, failure), counted)
     if share.closing is not None:
         answer = engine.run(share.closing)
         engine.carry(surrogate(answer, gradient.scale()) + added_loss(answer, share.closing, counted)[0])
@@ -371,6 +371,12 @@ def total(parts: Sequence[LossValue]) -> LossValue:
 def nothing(losses: Sequence[BatchLoss]) -> Values:
     """The part of a rank that computes no loss."""
     return {loss.NAME: LossValue(torch.zeros(()), dict.fromkeys(loss.STATS, 0.0)) for loss in losses}
+
+
+def with_lacking(values: Values, counted: Counted) -> Values:
+    """The losses, each with what the batch lacks for it."""
+    every = [*counted.joint, *counted.additive]
+    return {loss.NAME: replace(values[loss.NAME], lacking=loss.lacking(counts)) for loss, counts in every}
 
 
 def agree(ranks: Ranks, values: Values, failure: RuntimeError | None) -> Values:
