@@ -13,6 +13,8 @@ from xpm_torch.actions import DirectInteraction
 from xpm_torch.huggingface import TorchHFHub
 
 from xpmir_uform import Item, PooledHead, UFormEncoder, load_model, save_model
+from xpmir_uform.learner import manifest, shelf
+from xpmir_uform.learner.journal import read as read_journal
 from xpmir_uform.model.files import save_weights
 
 NAMES = {"experimaestro.json", "model.safetensors", "README.md"}
@@ -192,6 +194,23 @@ def test_a_refused_permission_is_called_that_and_names_the_owner(name, mode):
                 load_model(folder)
             with pytest.raises(PermissionError, match=said):
                 config().instance().load_model(folder)
+
+
+def test_telemetry_and_checkpoints_that_may_not_be_read_name_their_owner():
+    with tempfile.TemporaryDirectory() as public:
+        Path(public).chmod(0o755)
+        journal, shelved = Path(public) / "telemetry.jsonl", Path(public) / "checkpoints"
+        journal.write_text('{"step": 1}\n')
+        (shelved / "step-00000001").mkdir(parents=True)
+        (shelved / "step-00000001" / "manifest.json").write_text("{}")
+        for path, read in [
+            (journal, lambda: list(read_journal(journal))),
+            (shelved, lambda: shelf.steps_in(shelved)),
+            (shelved / "step-00000001" / "manifest.json", lambda: manifest.read(shelved / "step-00000001")),
+        ]:
+            said = rf"permission denied: {path} belongs to \w+ and has mode 0000"
+            with unreadable(path, 0), pytest.raises(PermissionError, match=said):
+                read()
 
 
 def test_a_saved_model_has_the_mode_of_the_umask(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import struct
 import subprocess
 import sys
 from io import BytesIO
@@ -102,7 +103,11 @@ def video_files(media):
     draw = np.random.default_rng(2)
     frames = draw.integers(0, 256, (9, 12, 20, 3), dtype=np.uint8)
     shown = Image.fromarray(frames[0]).quantize(7)
+    turned = bytearray(media.video(frames[:2], "mov", "png", "rgb24"))
+    place = turned.index(b"tkhd") + 4 + 40
+    turned[place : place + 36] = struct.pack(">9i", 0, 1 << 16, 0, -1 << 16, 0, 0, 0, 0, 1 << 30)
     return [
+        bytes(turned),
         media.video(frames[:3]),
         media.video(frames[:4, :8], pixels="yuv420p", codec="mpeg4", container="mp4"),
         media.video(frames[:1, :3, :3]),

@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from xpmir_uform.data.disk import permitted, refusal
 from xpmir_uform.learner.files import sync
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ def _names(folder: Path) -> list[str]:
 def read(path: Path) -> Iterator[Entry]:
     """Every entry, oldest first; a line that cannot be read is left out, with a warning unless it is the last."""
     for part in parts(path):
-        with part.open("rb") as file:
+        with permitted(part), part.open("rb") as file:
             for number, line in enumerate(file, 1):
                 entry = decode(line)
                 if entry is not None:
@@ -91,7 +92,8 @@ def read_last(path: Path, count: int) -> list[Entry]:
 
 
 def _lines(part: Path) -> list[bytes]:
-    return part.read_bytes().splitlines(keepends=True)
+    with permitted(part):
+        return part.read_bytes().splitlines(keepends=True)
 
 
 class Journal:
@@ -147,7 +149,8 @@ class Journal:
             return True
         except OSError as error:
             if not self.warned:
-                logger.warning("%s cannot be written, training goes on without it: %s", self.path, error)
+                owner = f"; {refusal(self.path)}" if isinstance(error, PermissionError) else ""
+                logger.warning("%s cannot be written, training goes on without it: %s%s", self.path, error, owner)
             self.warned = True
             return False
 

@@ -14,6 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from xpmir_uform.data.disk import permitted
 from xpmir_uform.learner import manifest
 from xpmir_uform.learner.files import aside, discard, point, remove, sync
 from xpmir_uform.learner.manifest import Damaged
@@ -37,7 +38,8 @@ def folders_in(folder: Path) -> list[Path]:
         OSError: it cannot be read; ``Path.glob`` would find nothing there, and training begin anew.
     """
     try:
-        return sorted(path for path in folder.iterdir() if path.is_dir())
+        with permitted(folder):
+            return sorted(path for path in folder.iterdir() if path.is_dir())
     except FileNotFoundError:
         return []
 
