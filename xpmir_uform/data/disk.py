@@ -101,6 +101,31 @@ def read_bytes(path: Path, most: int = JSON_BYTES, follow: bool = False) -> byte
     return content
 
 
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes a file that is whole or absent, whenever the process is killed; an older one is replaced.
+
+    A link that lies there, or in the place of what is written first, is replaced too: nothing is written through it.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with permitted(path):
+        part.unlink(missing_ok=True)
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(descriptor)
+            os.replace(part, path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
 def describe(path: Path, follow: bool = False) -> dict[str, Any]:
     """Size and sha256 of a regular file."""
     with opened(path, follow) as file:

@@ -223,4 +223,8 @@ class AlertLog:
 
     def rewind(self, step: int) -> None:
         """Drops what later steps raised, which they will raise again; alerts about anything else stay."""
-        self.journal.keep(lambda entry: entry["step"] <= step or entry["name"] not in NAMES)
+        self.journal.keep(lambda entry: entry.get("name") not in NAMES or not _is_later(entry, step))
+
+
+def _is_later(entry: Line, step: int) -> bool:
+    return isinstance(entry.get("step"), int) and entry["step"] > step

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from xpmir_uform.data.disk import replace_file
+
 logger = logging.getLogger(__name__)
 
 BAD_BATCH = "bad_batch.json"
@@ -200,6 +202,6 @@ def describe_batch(job: Path, step: int, keys: Iterable[int], losses: Mapping[st
         "keys": [f"{int(key):#018x}" for key in keys],
     }
     try:
-        (job / BAD_BATCH).write_text(json.dumps(content, indent=1) + "\n")
+        replace_file(job / BAD_BATCH, (json.dumps(content, indent=1) + "\n").encode())
     except OSError as error:
         logger.warning("%s cannot be written (%s); it would hold %s", job / BAD_BATCH, error, json.dumps(content))

@@ -1,7 +1,8 @@
 """Files of JSON lines that only grow, are cut into parts by size, and can be taken back to an earlier step.
 
 The newest lines are in ``name.jsonl``; older parts are ``name-0001.jsonl``, ``name-0002.jsonl``, ... in the order of
-time. JSON has no NaN and no infinity: those are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``.
+time. Each line ends with the CRC-32 of the rest, so that any changed byte of it is seen. JSON has no NaN and no
+infinity: those are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``.
 """
 
 import json
@@ -9,27 +10,45 @@ import logging
 import math
 import os
 import re
+import stat
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
+from itertools import count
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
-from xpmir_uform.data.disk import permitted, refusal
+from xpmir_uform.data.disk import NotAFile, opened, refusal, replace_file
 from xpmir_uform.learner.files import sync
 
 logger = logging.getLogger(__name__)
 
 Entry = dict[str, Any]
+FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+LINE_BYTES = 1 << 20
+"""No line that is written is longer by far."""
+
+MOST_TOLD = 20
+"""Lines of a file that cannot be read and are told of one by one."""
+
+SEAL = re.compile(rb'(?:, )?"crc": "([0-9a-f]{8})"}\n?\Z')
+"""The end of a line: the CRC-32 of what the line would be without it."""
+
 NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def encode(entry: Mapping[str, Any]) -> bytes:
-    """One line."""
+    """One line, with its checksum."""
     try:
         text = json.dumps(entry, allow_nan=False)
     except ValueError:
         text = json.dumps(_named(entry), allow_nan=False)
-    return text.encode() + b"\n"
+    return f'{text[:-1]}{", " if entry else ""}"crc": "{_checksum(text.encode())}"}}\n'.encode()
+
+
+def _checksum(text: bytes) -> str:
+    return f"{crc32(text):08x}"
 
 
 def _named(value: Any) -> Any:
@@ -41,15 +60,26 @@ def _named(value: Any) -> Any:
     return value
 
 
-def decode(line: bytes) -> Entry | None:
-    """The entry of a line; None: it is torn or damaged."""
+def decode(line: bytes, sealed: bool = False) -> Entry | None:
+    """The entry of a line, without its checksum; None: it is torn or damaged.
+
+    Args:
+        sealed: a line without a checksum is damaged too, as after one that has it; older versions wrote none.
+    """
+    found = SEAL.search(line)
+    if found:
+        line = line[: found.start()] + b"}"
+        if found[1].decode() != _checksum(line):
+            return None
+    elif sealed:
+        return None
     try:
         entry = json.loads(line)
-    except ValueError:
+        if not isinstance(entry, dict):
+            return None
+        return _numbered(entry) if b"NaN" in line or b"Infinity" in line else entry
+    except (ValueError, RecursionError):
         return None
-    if not isinstance(entry, dict):
-        return None
-    return _numbered(entry) if b"NaN" in line or b"Infinity" in line else entry
 
 
 def _numbered(value: Any) -> Any:
@@ -62,7 +92,7 @@ def parts(path: Path) -> list[Path]:
     """The files that exist of a journal, oldest first."""
     name = re.compile(rf"{re.escape(path.stem)}-(\d{{4,}}){re.escape(path.suffix)}")
     older = {int(match[1]): path.parent / part for part in _names(path.parent) if (match := name.fullmatch(part))}
-    return [*(older[number] for number in sorted(older)), *([path] if path.exists() else [])]
+    return [*(older[number] for number in sorted(older)), *([path] if os.path.lexists(path) else [])]
 
 
 def _names(folder: Path) -> list[str]:
@@ -73,27 +103,51 @@ def _names(folder: Path) -> list[str]:
         return []
 
 
+def lines(path: Path) -> Iterator[tuple[bytes, int, Entry | None]]:
+    """The lines of one file: the bytes, where they end, and the entry if it can be read.
+
+    No more than ``LINE_BYTES`` are in memory: of a longer line the parts are lines that cannot be read.
+
+    Raises:
+        NotAFile: it is a link, a folder, a pipe or a device.
+    """
+    end, sealed, torn = 0, False, False
+    with opened(path) as file:
+        while line := file.readline(LINE_BYTES):
+            end += len(line)
+            entry = None if torn else decode(line, sealed)
+            torn = not line.endswith(b"\n")
+            sealed = sealed or (entry is not None and SEAL.search(line) is not None)
+            yield line, end, entry
+
+
 def read(path: Path) -> Iterator[Entry]:
     """Every entry, oldest first; a line that cannot be read is left out, with a warning unless it is the last."""
     for part in parts(path):
-        with permitted(part), part.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                entry = decode(line)
+        number, unreadable = 0, 0
+        try:
+            for line, _, entry in lines(part):
+                number += line.endswith(b"\n")
                 if entry is not None:
                     yield entry
                 elif line.endswith(b"\n"):
-                    logger.warning("line %d of %s cannot be read and is left out", number, part)
+                    unreadable += 1
+                    if unreadable <= MOST_TOLD:
+                        logger.warning("line %d of %s cannot be read and is left out", number, part)
+        except NotAFile as error:
+            logger.warning("%s is left out: %s", part, error)
+        if unreadable > MOST_TOLD:
+            logger.warning("%d lines of %s cannot be read and are left out", unreadable, part)
 
 
 def read_last(path: Path, count: int) -> list[Entry]:
     """The last ``count`` entries, oldest first."""
-    backwards = (entry for part in reversed(parts(path)) for line in _lines(part)[::-1] if (entry := decode(line)))
-    return list(islice(backwards, count))[::-1]
-
-
-def _lines(part: Path) -> list[bytes]:
-    with permitted(part):
-        return part.read_bytes().splitlines(keepends=True)
+    found: list[Entry] = []
+    for part in reversed(parts(path)):
+        if len(found) < count:
+            newest = deque((entry for _, _, entry in lines(part) if entry), maxlen=count - len(found))
+            found = [*newest, *found]
+    return found
 
 
 class Journal:
@@ -154,7 +208,30 @@ class Journal:
             self.warned = True
             return False
 
+    def restart(self, reason: object) -> None:
+        """Sets every part aside and begins anew; nothing is deleted."""
+        self.close()
+        self._attempt(lambda: self._set_all_aside(reason))
+
+    def _set_all_aside(self, reason: object) -> None:
+        for part in parts(self.path):
+            self._set_aside(part, reason)
+
+    def _set_aside(self, part: Path, reason: object) -> None:
+        free = (part.with_name(f"damaged-{part.name}-{number}") for number in count())
+        target = next(name for name in free if not os.path.lexists(name))
+        os.rename(part, target)
+        logger.warning("%s was set aside as %s, and is begun anew: %s", part, target.name, reason)
+
+    def _only_files(self) -> None:
+        """Sets aside what lies in the place of a file and is none."""
+        for part in parts(self.path):
+            if not stat.S_ISREG(part.lstat().st_mode):
+                self._set_aside(part, "it is a link, a folder, a pipe or a device")
+
     def _settle(self) -> None:
+        if self._descriptor is None:
+            self._only_files()
         while self._owed:
             self._owed[0]()
             del self._owed[0]
@@ -162,7 +239,7 @@ class Journal:
     def _open(self) -> int:
         if self._descriptor is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._descriptor = os.open(self.path, FLAGS, 0o666)
             self._size = os.fstat(self._descriptor).st_size
             sync(self.path.parent)
         return self._descriptor
@@ -190,33 +267,29 @@ class Journal:
     def _rewind(self, step: int) -> None:
         self.close()
         for part in reversed(parts(self.path)):
-            lines = _lines(part)
-            kept = next((n for n in range(len(lines), 0, -1) if _ends_by(lines[n - 1], step)), 0)
-            if kept:
-                os.truncate(part, sum(map(len, lines[:kept])))
+            ends = [end for line, end, entry in lines(part) if line.endswith(b"\n") and _is_by(entry, step)]
+            if ends:
+                os.truncate(part, ends[-1])
                 return
             part.unlink()
 
     def _keep(self, wanted: Callable[[Entry], bool]) -> None:
         self.close()
-        content = self.path.read_bytes() if self.path.exists() else b""
-        kept = b"".join(encode(entry) for entry in read(self.path) if wanted(entry))
-        if kept != content:
-            self._replace(kept)
+        if not self.path.exists():
+            return
+        whole = [(line, entry) for line, _, entry in lines(self.path) if line.endswith(b"\n")]
+        kept = b"".join(line for line, entry in whole if entry is None or wanted(entry))
+        if len(kept) != self.path.stat().st_size:
+            replace_file(self.path, kept)
 
     def _amend(self, changes: Mapping[str, Any]) -> None:
         self.close()
-        lines = _lines(self.path) if self.path.exists() else []
-        newest = decode(lines[-1]) if lines else None
-        if newest is not None:
-            self._replace(b"".join([*lines[:-1], encode({**newest, **changes})]))
-
-    def _replace(self, content: bytes) -> None:
-        aside = self.path.with_name(f".{self.path.name}.part")
-        aside.write_bytes(content)
-        os.replace(aside, self.path)
+        whole = [(line, entry) for line, _, entry in lines(self.path)] if self.path.exists() else []
+        if whole and whole[-1][1] is not None:
+            before = b"".join(line for line, _ in whole[:-1])
+            replace_file(self.path, before + encode({**whole[-1][1], **changes}))
 
 
-def _ends_by(line: bytes, step: int) -> bool:
-    entry = decode(line) if line.endswith(b"\n") else None
-    return entry is not None and entry.get("step", 0) <= step
+def _is_by(entry: Entry | None, step: int) -> bool:
+    found = 0 if entry is None else entry.get("step", 0)
+    return entry is not None and isinstance(found, int) and found <= step

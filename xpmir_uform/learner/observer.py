@@ -49,7 +49,7 @@ class Observer:
         """Goes on after the context's step, as if the steps after it had never been made."""
         self.counts.load_state_dict(self.context.counters)
         if self.fabric.is_global_zero:
-            self.monitor.recall(self.telemetry.resume(self.context.steps, self.monitor.memory))
+            self._recall()
             self.alerts.rewind(self.context.steps)
             for name, message in self.context.alerts:
                 self.alerts.write(
@@ -59,6 +59,15 @@ class Observer:
                     self.context.metrics_logger,
                 )
         self.context.alerts.clear()
+
+    def _recall(self) -> None:
+        """Takes up the windows and the episodes of alerts where the telemetry ends; a log never stops a training."""
+        lines = self.telemetry.resume(self.context.steps, self.monitor.memory)
+        try:
+            self.monitor.recall(lines)
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            self.telemetry.restart(f"a line is not of this telemetry ({type(error).__name__}: {error})")
+            self.monitor = Monitor(self.learner.alerts, self.learner.window)
 
     def begin(self) -> None:
         """To be called before each step."""

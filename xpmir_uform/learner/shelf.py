@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from xpmir_uform.data.disk import permitted
+from xpmir_uform.data.disk import permitted, replace_file
 from xpmir_uform.learner import manifest
 from xpmir_uform.learner.files import aside, discard, point, remove, sync
 from xpmir_uform.learner.manifest import Damaged
@@ -129,7 +129,7 @@ def set_aside(path: Path, reason: str, label: str = "damaged") -> Path:
     free = (path.with_name(f"{label}-{path.name}-{number}") for number in count())
     target = next(name for name in free if not name.exists())
     os.rename(path, target)
-    target.with_name(f"{target.name}.txt").write_text(f"{reason}\n")
+    replace_file(target.with_name(f"{target.name}.txt"), f"{reason}\n".encode())
     sync(path.parent)
     return target
 

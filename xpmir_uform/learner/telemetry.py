@@ -110,8 +110,17 @@ class Telemetry:
         except OSError as error:
             logger.warning("the windows begin anew: %s", error)
             return []
-        self.window.recall(lines[-self.window.length :])
+        try:
+            self.window.recall(lines[-self.window.length :])
+        except (LookupError, TypeError) as error:
+            self.restart(f"a line is not of this telemetry ({type(error).__name__}: {error})")
+            return []
         return lines
+
+    def restart(self, reason: object) -> None:
+        """Sets the telemetry so far aside and begins anew."""
+        self.journal.restart(reason)
+        self.window = Window(self.window.length)
 
     def write(self, line: Mapping[str, Any]) -> dict[str, Any]:
         """Adds what follows from the steps before, and what never changes; answers the line."""
