@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from io import BytesIO
+from io import BytesIO, StringIO
 from pathlib import Path
 
 import numpy as np
@@ -299,6 +299,8 @@ def test_a_model_that_reads_pictures_otherwise_is_another(tmp_path):
         ("red", "expected a sequence of documents and got one str: put it in a list"),
         (Document("a", "x"), "got one Document: put it in a list"),
         (None, "got one NoneType"),
+        ({"a": "x"}, "expected a sequence of documents and got a dict, of which the keys would be taken"),
+        (StringIO("x\ny\n"), r"an open file \(StringIO\), .* or read_collection\(path\) to build an index"),
         (["x", Document(7, "y")], "number 1 has an id of type int and a content of type str: expected a str"),
         (["x", Document("b", 7)], "number 1 has an id of type str and a content of type int: expected a str"),
         (["x", Document("b", "\ud800")], "the text of document 'b' is no UTF-8"),

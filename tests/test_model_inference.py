@@ -1,7 +1,8 @@
 """What a trained model answers: encode, encode_tokens, score, choose."""
 
 from dataclasses import replace
-from io import BytesIO
+from io import BytesIO, StringIO
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -184,13 +185,68 @@ def test_a_model_without_the_head_is_refused(call, head, message):
         call(build(**{head: None}))
 
 
+EACH = (
+    lambda m, items: m.encode(items),
+    lambda m, items: m.encode_tokens(items),
+    lambda m, items: m.encode_both(items),
+    lambda m, items: m.score(items, ["b"]),
+    lambda m, items: m.score(["b"], items),
+    lambda m, items: m.choose(items, b"yn"),
+    lambda m, items: m.choose_packed(items, b"yn"),
+)
+"""Every public method that takes items."""
+
+
+@pytest.mark.parametrize("call", EACH)
+def test_what_is_no_sequence_of_items_is_refused(model, call):
+    for given, message in [
+        ({"doc1": "a"}, "got a dict, of which the keys would be taken: pass its values in a list"),
+        ({"a", "b"}, r"got a set, which has no order: pass sorted\(x\)"),
+        (StringIO("a\nb\n"), r"an open file \(StringIO\), whose lines end in line breaks"),
+        (bytearray(b"ab"), "got one bytearray: put it in a list"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call(model, given)
+
+
+def test_any_iterable_of_items_is_taken(model):
+    expected = model.encode(["a", "b"])
+    named = {"x": "a", "y": "b"}
+    for given in (("a", "b"), np.array(["a", "b"]), (text for text in "ab"), named.values(), {"a": 0, "b": 0}.keys()):
+        assert torch.equal(model.encode(given), expected)
+
+
+def test_a_picture_of_pillow_is_taken(model):
+    held = Image.new("RGB", (8, 8), "red")
+    assert torch.equal(model.encode([held, "a"]), model.encode([Item.image(held), "a"]))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda m: m.encode("one"), "expected a sequence of texts or items and got one str: put it in a list"),
         (lambda m: m.encode(Item.text("one")), "got one Item: put it in a list"),
-        (lambda m: m.encode([b"one"]), "number 0 is a bytes: expected a text or an Item"),
+        (lambda m: m.encode([b"one"]), r"number 0 is a bytes: make it an item: Item.image\(...\), Item.audio"),
         (lambda m: m.encode(None), "got one NoneType: put it in a list"),
+        *(
+            (
+                lambda m, call=call: call(m, {"doc1": "a"}),
+                "got a dict, of which the keys would be taken: pass its values in",
+            )
+            for call in EACH
+        ),
+        *(
+            (lambda m, call=call: call(m, {"a", "b"}), r"got a set, which has no order: pass sorted\(x\)")
+            for call in EACH
+        ),
+        *(
+            (lambda m, call=call: call(m, StringIO("a\nb\n")), r"an open file \(StringIO\), whose lines end")
+            for call in EACH
+        ),
+        (lambda m: m.choose(["a"], {b"y": b"n"}), "of choices and got a dict, of which the keys would be taken"),
+        (lambda m: m.choose(["a"], "yn"), "the choices are a str: give one bytes for all items"),
+        (lambda m: m.encode([None]), "number 0 is a NoneType: expected a text or an Item"),
+        (lambda m: m.encode(["a", Path("b.png")]), r"number 1 is a PosixPath: make it an item: Item.image\("),
         (lambda m: m.encode(["a", "\udcff"]), r"the text '\\udcff' is no UTF-8"),
         (lambda m: m.encode(["a"], batch_tokens=0), "batch_tokens is 0: expected a whole number, at least 1"),
         (lambda m: m.encode(["a"], batch_tokens="7"), "batch_tokens is '7': expected a whole number"),

@@ -13,7 +13,7 @@ from uform_kernels import Edges
 
 from xpmir_uform.data.columns import bag_keys, bag_offsets, byte_tape, integers, link_edges, target_column
 from xpmir_uform.data.duplicates import hash_things, ignore_duplicates
-from xpmir_uform.data.items import Bag, Item, Link
+from xpmir_uform.data.items import Bag, Item, Link, as_bags
 from xpmir_uform.data.refusals import check_batch, name_item
 from xpmir_uform.data.tape import Tape
 from xpmir_uform.data.vocabulary import Modality, Side
@@ -67,9 +67,9 @@ class Batch:
             deduplicate: adds the ignore edges of :func:`~xpmir_uform.data.duplicates.ignore_duplicates`.
 
         Raises:
-            ValueError: as :class:`Batch`; or a bag is empty, or a link names a position outside its bag.
+            ValueError: as :class:`Batch`; or something is no bag.
         """
-        bags = list(bags)
+        bags = as_bags(bags)
         items = [item for bag in bags for item in bag.items]
         offsets = bag_offsets(bags)
         batch = cls(

@@ -11,13 +11,12 @@ from torch import Tensor
 from uform_kernels import check_disjoint, check_edges
 from uform_kernels.checks import check_filled, check_offsets
 
+from xpmir_uform.data.tape import Tape
 from xpmir_uform.data.vocabulary import Modality, Side
+from xpmir_uform.data.wellformed import TARGET_TOLERANCE
 
 if TYPE_CHECKING:
     from xpmir_uform.data.batch import Batch
-
-TARGET_TOLERANCE = 1e-3
-"""How far the sum of an item's targets may be from one."""
 
 
 def check_batch(batch: "Batch") -> None:
@@ -64,8 +63,12 @@ def _check_columns(batch: "Batch") -> None:
         if not isinstance(column, Tensor) or column.dtype != torch.int64 or column.shape != (len(batch),):
             raise ValueError(f"{name} must be a tensor ({len(batch)},) of int64, one for each of keys.")
     for name, tape in (("contents", batch.contents), ("choices", batch.choices)):
+        if not isinstance(tape, Tape):
+            raise ValueError(f"{name} is a {type(tape).__name__}; it must be a Tape.")
         if len(tape) != len(batch):
             raise ValueError(f"{name} has {len(tape)} entries for {len(batch)} items; it must have one for each.")
+    if not isinstance(batch.targets, Tensor):
+        raise ValueError(f"targets is a {type(batch.targets).__name__}; it must be a tensor of float64.")
     if batch.targets.dtype != torch.float64 or batch.targets.shape != batch.choices.data.shape:
         given, wanted = tuple(batch.targets.shape), batch.choices.data.shape
         raise ValueError(f"targets are {batch.targets.dtype} of shape {given}; the choices take float64 of {wanted}.")
@@ -90,6 +93,8 @@ def _check_bags(batch: "Batch") -> None:
     def describe(bag: int) -> str:
         return f"bag {bag}"
 
+    if not isinstance(batch.bags, np.ndarray) or batch.bags.dtype != np.int64 or batch.bags.ndim != 1:
+        raise ValueError("bags must be a numpy array (B + 1,) of int64.")
     offsets = torch.from_numpy(batch.bags)
     check_offsets("bags", offsets, len(batch), ends_at="the number of items", describe=describe)
     check_filled("bags", offsets, describe)

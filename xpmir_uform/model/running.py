@@ -4,7 +4,7 @@ Letters: N items, n items or rows of a batch, T token vectors of all items, W wi
 items.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral
 from typing import Any
@@ -13,12 +13,14 @@ import numpy as np
 import torch
 from experimaestro import taskglobals
 from experimaestro import tqdm as task_tqdm
+from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
 from xpmir_uform.data.decoding import decode
 from xpmir_uform.data.items import Item
 from xpmir_uform.data.segments import Segment
+from xpmir_uform.data.wellformed import remedy
 from xpmir_uform.model.encoding import batches, check_readable, evaluating, most_tokens
 from xpmir_uform.model.packing import pack
 from xpmir_uform.model.tokens import TokenProjection
@@ -41,19 +43,52 @@ def check_count(name: str, value: Any) -> None:
         raise ValueError(f"{name} is {value!r}: expected a whole number, at least 1")
 
 
-def as_items(things: Iterable[str | Item]) -> list[Item]:
-    """Items, and texts as items.
+def check_several(things: Any, kind: str, one: type | None = None) -> None:
+    """Refuses what is iterated over by something else than its members, in their order.
+
+    Args:
+        kind: what the members are, in messages.
+        one: a member, where it could be iterated over too.
 
     Raises:
-        ValueError: there is one text in place of a sequence of them, or something that is neither.
+        ValueError: it is one thing, a mapping, a table, a set or an open file; says what to pass.
     """
-    if isinstance(things, str | bytes | Item) or not isinstance(things, Iterable):
-        raise ValueError(f"expected a sequence of texts or items and got one {type(things).__name__}: put it in a list")
-    things = list(things)
-    for place, thing in enumerate(things):
-        if not isinstance(thing, str | Item):
-            raise ValueError(f"number {place} is a {type(thing).__name__}: expected a text or an Item")
-    return [Item.text(thing) if isinstance(thing, str) else thing for thing in things]
+    name = type(things).__name__
+    single = (str, bytes, bytearray, memoryview, Item, *([one] if one else ()))
+    if isinstance(things, single) or not isinstance(things, Iterable):
+        raise ValueError(f"expected a sequence of {kind} and got one {name}: put it in a list")
+    if isinstance(things, Mapping) or hasattr(things, "columns"):
+        raise ValueError(
+            f"expected a sequence of {kind} and got a {name}, of which the keys would be taken: pass its values in a "
+            "list, such as list(x.values()), or one of its columns"
+        )
+    if isinstance(things, set | frozenset):
+        raise ValueError(f"expected a sequence of {kind} and got a {name}, which has no order: pass sorted(x)")
+    if hasattr(things, "read"):
+        raise ValueError(
+            f"expected a sequence of {kind} and got an open file ({name}), whose lines end in line breaks: pass "
+            "[line.rstrip('\\n') for line in x], or read_collection(path) to build an index"
+        )
+
+
+def as_items(things: Iterable[str | Item | Image.Image]) -> list[Item]:
+    """Items, and texts and pictures of Pillow as items.
+
+    Raises:
+        ValueError: there is one in place of a sequence of them, what :func:`check_several` refuses, or something else.
+    """
+    check_several(things, "texts or items")
+    return [_as_item(place, thing) for place, thing in enumerate(things)]
+
+
+def _as_item(place: int, thing: Any) -> Item:
+    if isinstance(thing, Item):
+        return thing
+    if isinstance(thing, str):
+        return Item.text(thing)
+    if isinstance(thing, Image.Image):
+        return Item.image(thing)
+    raise ValueError(f"number {place} is a {type(thing).__name__}: {remedy(thing) or 'expected a text or an Item'}")
 
 
 def offers(items: Sequence[Item], choices: bytes | Sequence[bytes] | None) -> list[bytes]:
@@ -67,8 +102,10 @@ def offers(items: Sequence[Item], choices: bytes | Sequence[bytes] | None) -> li
     """
     if choices is None:
         choices = [item.choices for item in items]
-    if not isinstance(choices, Iterable):
+    if isinstance(choices, str) or not isinstance(choices, Iterable):
         raise ValueError(f"the choices are a {type(choices).__name__}: give one bytes for all items, or one each")
+    if not isinstance(choices, bytes):
+        check_several(choices, "choices")
     given = [choices] * len(items) if isinstance(choices, bytes) else list(choices)
     if len(given) != len(items):
         raise ValueError(f"there are {len(given)} choices for {len(items)} items: give one bytes for all, or one each")

@@ -13,7 +13,7 @@ from xpmir_uform.export.index.nearest import usearch, write_graph
 from xpmir_uform.export.index.shards import Shard, shard_path, shard_tensors, write_shard
 from xpmir_uform.learner.files import commit_folder
 from xpmir_uform.model.encoding import check_readable, most_tokens
-from xpmir_uform.model.running import BATCH_TOKENS, as_items, bar
+from xpmir_uform.model.running import BATCH_TOKENS, as_items, bar, check_several
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ def build_index(
             is no index.
         Occupied: another process builds an index there.
     """
+    check_several(documents, "documents", one=Document)
     folder = Path(folder)
     model.initialize()
     if model.pooling is None:

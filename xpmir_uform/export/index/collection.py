@@ -44,7 +44,7 @@ def read_collection(path: Path) -> Iterator[Document]:
         for number, raw in enumerate(file, start=1):
             where = f"{path}, line {number}"
             try:
-                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\n").removesuffix("\r")
             except UnicodeDecodeError as error:
                 raise ValueError(f"{where} is not UTF-8 ({error.reason}): convert the file") from error
             if line:
@@ -69,10 +69,8 @@ def as_documents(things: Iterable[Document | str]) -> Iterator[Document]:
     """Documents, and texts as documents whose id is their number, from 0 on.
 
     Raises:
-        ValueError: there is one document in place of a sequence of them, an id occurs twice, or something is neither.
+        ValueError: an id occurs twice, or something is neither.
     """
-    if isinstance(things, str | bytes | Document | Item) or not isinstance(things, Iterable):
-        raise ValueError(f"expected a sequence of documents and got one {type(things).__name__}: put it in a list")
     seen: set[str] = set()
     for number, thing in enumerate(things):
         if not isinstance(thing, Document | str):
