@@ -4,7 +4,7 @@ import os
 from io import BytesIO
 from pathlib import Path
 
-from PIL import Image, ImageOps
+from PIL import Image
 
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 """Modes of Pillow that a PNG file holds without loss."""
@@ -36,11 +36,12 @@ def picture_bytes(picture: Image.Image) -> bytes:
 
     Modes that PNG does not hold become the 8-bit RGB pixels that a model sees of them.
     """
-    upright = ImageOps.exif_transpose(picture)
-    if upright.mode not in PNG_MODES:
-        from xpmir_uform.data.decoding.pixels import flatten
+    # Decoding knows items, which are made here.
+    from xpmir_uform.data.decoding.image import upright
+    from xpmir_uform.data.decoding.pixels import flatten
 
-        upright = Image.fromarray(flatten(upright, channels=3))
+    turned = upright(picture)
+    turned = turned if turned.mode in PNG_MODES else flatten(turned, channels=3)
     file = BytesIO()
-    upright.save(file, "PNG", exif=b"", icc_profile=None)
+    turned.save(file, "PNG", exif=b"", icc_profile=None)
     return file.getvalue()
