@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from configs import ABSTRACT, all_configs
 from xpm_torch import Random
 from xpm_torch.configuration import FabricConfiguration
 from xpm_torch.optim import AdamW, ParameterOptimizer
@@ -292,27 +293,6 @@ def test_what_changes_the_result_changes_the_identifier(name):
     assert identifier(made(PARAM[name])) != identifier(learner())
 
 
-def all_configs():
-    """Every configuration class of the package."""
-    import importlib
-    import pkgutil
-
-    from experimaestro import Config
-
-    import xpmir_uform
-
-    for module in pkgutil.walk_packages(xpmir_uform.__path__, "xpmir_uform."):
-        importlib.import_module(module.name)
-    found, queue = set(), [Config]
-    while queue:
-        for cls in queue.pop().__subclasses__():
-            queue.append(cls)
-            if cls.__module__.startswith("xpmir_uform.") and not cls.__name__.endswith("XPMConfig"):
-                found.add(cls)
-    return sorted(found, key=lambda cls: cls.__qualname__)
-
-
-ABSTRACT = {"BagSource", "BatchLoss", "PairForm", "RetrievalSet"}
 TABLE = (Path(__file__).parents[1] / "docs" / "identity.md").read_text()
 
 

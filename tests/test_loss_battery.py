@@ -266,3 +266,37 @@ def test_impossible_settings_are_refused(params, message):
 def test_an_unknown_back_end_of_choices_is_refused():
     with pytest.raises(ValueError, match="backend is 'cuda', expected one of auto"):
         validate(ChoicesLoss.C(backend="cuda"))
+
+
+def grouped(groups):
+    """Four texts, one of them of a temperature group of its own; each attracts another."""
+    items = [Item.text(f"{number}", number, group=group) for number, group in enumerate(groups)]
+    return Batch.of([Bag(tuple(items[:2]), attract=((0, 1), (1, 0))), Bag(tuple(items[2:]), attract=((0, 1), (1, 0)))])
+
+
+@pytest.mark.parametrize("form", [BalancedForm, SigmoidForm, RankedForm])
+def test_an_item_has_the_temperature_and_the_bias_of_its_group(form):
+    """As anchor: two groups of the same values are one, of other values are not, and each gets its own gradient."""
+    loss = ContrastiveLoss.C(form=form.C()).instance()
+    vectors = torch.randn(4, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+    def solved(groups, temperature, bias):
+        leaves = [vectors, torch.tensor(temperature).double(), torch.tensor(bias).double()]
+        encoded = Encoded(*(leaf.clone().requires_grad_() for leaf in leaves))
+        value = whole(loss, encoded, grouped(groups)).value
+        return value, gradients(value, encoded)
+
+    one, (_, slope, _) = solved([0, 0, 0, 0], [3.0, 9.0], [-1.0, 5.0])
+    assert slope[1] == 0
+    alike, _ = solved([0, 1, 0, 1], [3.0, 3.0], [-1.0, -1.0])
+    torch.testing.assert_close(alike, one)
+    other, (_, slope, _) = solved([0, 1, 0, 1], [3.0, 9.0], [-1.0, -1.0])
+    assert abs(other - one) > 1e-3
+    assert slope.all()
+
+
+def test_an_error_names_the_item():
+    batch = grouped([0, 0, 2, 0])
+    encoded = Encoded(torch.ones(4, 3), torch.ones(2), torch.zeros(2))
+    with pytest.raises(ValueError, match=r"groups has 2 for item 2 \(key 0x0000000000000002, text, 1 bytes\)"):
+        whole(ContrastiveLoss.C().instance(), encoded, batch)
