@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import tomllib
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,25 +119,29 @@ def subclasses(cls: type) -> set[type]:
 
 
 def our_defaults() -> dict[str, str]:
-    """The default of every parameter that an identifier leaves out where it was not given."""
+    """The default of every parameter, as text; of a configuration its identifier. Constants are in identifiers."""
     for found in pkgutil.walk_packages(xpmir_uform.__path__, "xpmir_uform."):
         importlib.import_module(found.name)
     ours = {cls for cls in subclasses(Config) if cls.__module__.startswith("xpmir_uform.")}
     return {
-        f"{cls.__name__}.{name}": repr(argument.default)
+        f"{cls.__name__}.{name}": told(argument.default)
         for cls in (*STOCK, *ours)
         if not cls.__name__.endswith("XPMConfig")
         for name, argument in cls.__getxpmtype__().arguments.items()
-        if argument.ignore_default_in_identifier and not argument.ignored
+        if argument.default is not None and not argument.ignored and not argument.constant
     }
+
+
+def told(value) -> str:
+    return value.__xpm__.identifier.all.hex() if isinstance(value, Config) else repr(value)
 
 
 def test_our_defaults_are_frozen():
     """A changed default would silently reuse old results: give the class a Constant version with it."""
     frozen, found = json.loads(FROZEN.read_text()), our_defaults()
-    assert {name: found.get(name) for name in frozen} == frozen
-    if missing := {name: found[name] for name in found.keys() - frozen.keys()}:
-        warnings.warn(f"not frozen yet, add to {FROZEN.name}: {json.dumps(missing)}", stacklevel=1)
+    names = sorted(frozen.keys() | found.keys())
+    differing = {name: [frozen.get(name), found.get(name)] for name in names if frozen.get(name) != found.get(name)}
+    assert not differing, f"frozen, and now: write what is new into {FROZEN.name}"
 
 
 MOVED_ENUM = """
