@@ -23,7 +23,6 @@ DECIDE = [
 
 SIZES = "how much is computed at once: rounding alone"
 REMAIN = {
-    "xpmir_uform.data.columns": "what is refused",
     "xpmir_uform.data.disk": "how files are read",
     "xpmir_uform.model._HOMES": "where names are imported from",
     "xpmir_uform.model.files": "how files are read and written",
