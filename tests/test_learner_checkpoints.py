@@ -428,6 +428,41 @@ def test_stray_files_and_a_broken_last_are_no_damage(tmp_path):
     assert os.readlink(tmp_path / "last") == "step-00000002"
 
 
+@pytest.mark.parametrize("copied", [1, 2])
+@pytest.mark.parametrize("kind", ["a folder", "a text", "absent"])
+def test_a_workspace_that_was_copied_without_links_goes_on(tmp_path, kind, copied):
+    saved(tmp_path, [1, 2])
+    (tmp_path / "last").unlink()
+    if kind == "a folder":
+        shutil.copytree(tmp_path / shelf.name_of(copied), tmp_path / "last")
+    elif kind == "a text":
+        (tmp_path / "last").write_text(shelf.name_of(copied))
+    assert shelf.resolve(tmp_path).resolve().name in (shelf.name_of(2), shelf.name_of(copied))
+    assert content(loaded(tmp_path)) == expected(2, tmp_path)
+    assert os.readlink(tmp_path / "last") == shelf.name_of(2)
+
+
+def test_where_there_are_no_links_last_is_a_copy(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    saved(tmp_path, [1, 2, 3])
+    assert manifest.verify(tmp_path / "last") == manifest.verify(tmp_path / shelf.name_of(3))
+    assert not (tmp_path / "last").is_symlink()
+    assert content(loaded(tmp_path)) == expected(3, tmp_path)
+
+
+def test_a_link_to_a_folder_elsewhere_is_no_checkpoint(tmp_path):
+    saved(tmp_path / "other", [7])
+    saved(tmp_path / "run", [1, 2])
+    (tmp_path / "run" / shelf.name_of(7)).symlink_to(tmp_path / "other" / shelf.name_of(7))
+    (tmp_path / "run" / "last").unlink()
+    (tmp_path / "run" / "last").symlink_to(tmp_path / "other" / shelf.name_of(7))
+    assert loaded(tmp_path / "run").steps == 2
+    assert os.readlink(tmp_path / "run" / "last") == shelf.name_of(2)
+
+
 def test_committed_but_not_yet_named_last_is_the_newest(tmp_path):
     saved(tmp_path, [1, 2])
     files.point(tmp_path / "last", "step-00000001")

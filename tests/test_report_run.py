@@ -18,6 +18,7 @@ from matplotlib.colors import to_rgb
 from PIL import Image
 
 from xpmir_uform.commands import main
+from xpmir_uform.learner.lock import only_one
 from xpmir_uform.learner.telemetry import schema
 from xpmir_uform.reports.run.columns import read_columns, thin
 from xpmir_uform.reports.run.job import read_configuration, read_state
@@ -179,7 +180,11 @@ def test_equal_jobs_give_equal_pages(tmp_path):
         ("learner.done", "", "done"),
         ("learner.failed", '{"code": 1, "reason": "failed"}', "failed"),
         ("learner.pid", '{"type": "local", "pid": OURS}', "running"),
-        ("learner.pid", '{"type": "slurm", "pid": 7}', "running"),
+        ("learner.failed", '{"code": 1, "reason": "timeout", "message": "SIGTERM was received"}', "stopped"),
+        ("learner.failed", '{"code": 1, "reason": ["timeout"]', "failed"),
+        ("learner.pid", '{"type": "slurm", "pid": 7}', "unknown"),
+        ("learner.pid", '{"type": "local", "pid": 1e999}', "unknown"),
+        ("learner.pid", "[" * 10_000, "unknown"),
         ("learner.pid", '{"type": "loc', "unknown"),
         (None, "", "unknown"),
     ],
@@ -187,13 +192,46 @@ def test_equal_jobs_give_equal_pages(tmp_path):
 def test_the_state_of_a_job(job, mark, content, name):
     if mark:
         (job / mark).write_text(content.replace("OURS", str(os.getpid())))
-    assert read_state(job).name == name
+    with only_one(job):
+        assert read_state(job).name == name
+
+
+@pytest.mark.parametrize(
+    ("host", "said"), [("4711 on elsewhere\n", "on another machine, elsewhere"), ("", "not known")]
+)
+def test_a_process_of_another_machine_is_not_judged(job, host, said):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    (job / "learner.pid").write_text(json.dumps({"type": "local", "pid": gone.pid}))
+    (job / ".training.lock").write_text(host)
+    state = read_state(job)
+    assert state.name == "unknown"
+    assert said in state.why
+
+
+def test_nothing_outside_of_the_folder_is_shown_or_written_over(job, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text('{"code": 1, "reason": "hush"}')
+    for name in ("x.failed", "params.json", "report.html", "report.png", ".report.html.part", "alerts.jsonl"):
+        (job / name).unlink(missing_ok=True)
+        (job / name).symlink_to(secret)
+    (job / "telemetry-0001.jsonl").symlink_to("/dev/zero")
+    aside = job / "checkpoints" / "damaged-step-00000001-0"
+    aside.mkdir(parents=True)
+    aside.with_name(f"{aside.name}.txt").symlink_to(secret)
+    (job / "checkpoints" / "step-00000001").symlink_to(tmp_path)
+    report(job, now=0.0)
+    assert "hush" not in (job / "report.html").read_text()
+    assert secret.read_text() == '{"code": 1, "reason": "hush"}'
+    assert not (job / "report.html").is_symlink()
 
 
 def test_a_killed_job(job):
     gone = subprocess.Popen(["true"])
     gone.wait()
     (job / "learner.pid").write_text(json.dumps({"type": "local", "pid": gone.pid}))
+    with only_one(job):
+        pass
     assert read_state(job).name == "killed"
     found = made(job)
     assert ("span", {"class": "state killed"}) in found.tags

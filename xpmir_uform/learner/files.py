@@ -11,9 +11,12 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from xpmir_uform.data.disk import refusal
+from xpmir_uform.data.disk import copy_file, refusal
 
 logger = logging.getLogger(__name__)
+
+LINKLESS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+"""What a file system without symbolic links answers."""
 
 UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 """What a file system without locks answers; NFS has none of folders."""
@@ -130,16 +133,34 @@ def check_replaceable(folder: Path, names: Iterable[str], what: str) -> None:
 
 
 def point(link: Path, target: str) -> None:
-    """Makes ``link`` a relative symbolic link to its sibling ``target``, unless it is one."""
+    """Makes ``link`` a relative symbolic link to its sibling ``target``, unless it is one.
+
+    Where the file system has no links it is a copy, whose files share their blocks where it can.
+    """
     if link.is_symlink() and os.readlink(link) == target:
         return
     part = aside(link)
     remove(part)
-    part.symlink_to(target)
+    try:
+        part.symlink_to(target)
+    except OSError as error:
+        if error.errno not in LINKLESS:
+            raise
+        _copy(link, link.with_name(target))
+        return
     if link.is_dir() and not link.is_symlink():
         discard(link)
     os.replace(part, link)
     sync(link.parent)
+
+
+def _copy(path: Path, source: Path) -> None:
+    def copy_all(folder: Path) -> None:
+        for file in source.iterdir():
+            if file.is_file():
+                copy_file(file, folder / file.name)
+
+    commit_folder(path, copy_all)
 
 
 @contextmanager

@@ -1,15 +1,18 @@
 """One process at a time in the folder of a job."""
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from xpmir_uform.data.disk import read_bytes
 from xpmir_uform.learner.files import Occupied, explained, lock
 
 NAME = ".training.lock"
+HOLDER_BYTES = 300
 
-__all__ = ["NAME", "Occupied", "only_one"]
+__all__ = ["NAME", "Occupied", "machine", "only_one"]
 
 
 @contextmanager
@@ -38,10 +41,18 @@ def _hold(descriptor: int, folder: Path) -> None:
     try:
         lock(descriptor, folder / NAME)
     except Occupied:
-        holder = os.pread(descriptor, 20, 0).decode(errors="replace").strip() or "unknown"
+        holder = os.pread(descriptor, HOLDER_BYTES, 0).decode(errors="replace").strip() or "unknown"
         raise Occupied(
             f"another process (number {holder}) trains in {folder}: this one leaves and has changed nothing. "
             "Wait until that one ends, or end it"
         ) from None
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+
+def machine(folder: Path) -> str:
+    """The name of the machine on which training was begun last in a job's folder; empty: nobody wrote it down."""
+    try:
+        return read_bytes(folder / NAME, HOLDER_BYTES).decode(errors="replace").partition(" on ")[2].strip()
+    except (OSError, ValueError):
+        return ""

@@ -32,14 +32,14 @@ def name_of(step: int) -> str:
 
 
 def folders_in(folder: Path) -> list[Path]:
-    """The folders in ``folder``, by name; none if it does not exist.
+    """The folders in ``folder``, by name, without links to any; none if it does not exist.
 
     Raises:
         OSError: it cannot be read; ``Path.glob`` would find nothing there, and training begin anew.
     """
     try:
         with permitted(folder):
-            return sorted(path for path in folder.iterdir() if path.is_dir())
+            return sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
     except FileNotFoundError:
         return []
 
@@ -61,7 +61,22 @@ def resolve(path: Path) -> Path:
     steps = steps_in(folder)
     if not steps:
         raise FileNotFoundError(f"{path} holds no checkpoint, expected one, or the folder of a job that has trained")
-    return folder / (LAST if (folder / LAST).is_dir() else name_of(steps[-1]))
+    last = last_in(folder)
+    return folder / (
+        name_of(steps[-1]) if last not in steps else LAST if (folder / LAST).is_symlink() else name_of(last)
+    )
+
+
+def last_in(folder: Path) -> int | None:
+    """The step that ``last`` names: a link, or a copy where a file system has no links; None: neither tells."""
+    path = folder / LAST
+    if path.is_symlink():
+        found = COMMITTED.fullmatch(os.readlink(path))
+        return int(found[1]) if found else None
+    try:
+        return manifest.read(path)["step"]
+    except ValueError:
+        return None
 
 
 def shelf_of(path: Path) -> Path:
@@ -105,10 +120,9 @@ def candidates(folder: Path) -> list[int]:
     A later step that does not follow ``last`` is of another run and is passed over.
     """
     steps = steps_in(folder)
-    last = COMMITTED.fullmatch(os.readlink(folder / LAST)) if (folder / LAST).is_symlink() else None
-    if last is None or int(last[1]) not in steps:
+    current = last_in(folder)
+    if current is None or current not in steps:
         return steps[::-1]
-    current = int(last[1])
     followers = [step for step in steps if step > current and _follows(folder, step, current)]
     for stale in {step for step in steps if step > current} - set(followers):
         logger.warning("%s does not follow %s: it is passed over", folder / name_of(stale), name_of(current))

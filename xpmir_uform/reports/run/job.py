@@ -2,13 +2,18 @@
 
 import json
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from xpmir_uform.data.disk import read_bytes
+from xpmir_uform.learner.lock import machine
+
 TELEMETRY = "telemetry.jsonl"
 PARAMS = "params.json"
+MARK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +21,7 @@ class State:
     """How a job stands.
 
     Args:
-        name: ``done``, ``failed``, ``running``, ``killed`` or ``unknown``.
+        name: ``done``, ``failed``, ``stopped``, ``running``, ``killed`` or ``unknown``.
         why: what says so.
     """
 
@@ -62,9 +67,13 @@ def check(job: Path) -> None:
     )
 
 
-def alive(process: Mapping[str, Any]) -> bool | None:
-    """Whether a process of this machine lives; None for one that another machine or a scheduler runs."""
-    if process.get("type") != "local":
+def alive(process: Mapping[str, Any], host: str) -> bool | None:
+    """Whether a process lives; None for one that a scheduler runs, or of another machine or one that is not known.
+
+    Args:
+        host: the machine on which training was begun last.
+    """
+    if process.get("type") != "local" or host != socket.gethostname():
         return None
     try:
         os.kill(int(process["pid"]), 0)
@@ -80,27 +89,47 @@ def read_state(job: Path) -> State:
     if any(job.glob("*.done")):
         return State("done", "the job left its mark of success")
     for mark in job.glob("*.failed"):
-        return State("failed", f"{mark.name}: {mark.read_text(errors='replace').strip() or 'no reason given'}")
+        return failure(mark)
     for mark in job.glob("*.pid"):
+        host = machine(job)
         try:
-            lives = alive(json.loads(mark.read_text()))
-        except (ValueError, KeyError, TypeError, AttributeError):
+            lives = alive(json.loads(read_bytes(mark, MARK_BYTES)), host)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             return State("unknown", f"{mark.name} cannot be read")
+        if lives is None:
+            return State(
+                "unknown", f"its process is on {f'another machine, {host}' if host else 'a machine that is not known'}"
+            )
         if lives is False:
             return State("killed", "its process is gone and left neither a mark of success nor of failure")
-        return State("running", "its process lives" if lives else "its process is on another machine, not looked at")
+        return State("running", "its process lives")
     return State("unknown", "no mark says that it runs, or how it ended: killed, or started by hand")
+
+
+def failure(mark: Path) -> State:
+    """What a mark of failure says: a job that left in time, and is to be run again, is stopped."""
+    try:
+        said = read_bytes(mark, MARK_BYTES).decode(errors="replace").strip()
+    except (OSError, ValueError) as error:
+        return State("failed", f"{mark.name} cannot be read: {error}")
+    try:
+        content = json.loads(said)
+        if content["reason"] == "timeout":
+            return State("stopped", f"it is saved, run the task again to go on: {content.get('message') or said}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    return State("failed", f"{mark.name}: {said or 'no reason given'}")
 
 
 def read_configuration(job: Path) -> tuple[Setting | None, str]:
     """The task's configuration, or None and why."""
     path = job / PARAMS
-    if not path.is_file():
+    if not path.exists():
         return None, f"{PARAMS} is not there: the job was not submitted by experimaestro"
     try:
-        objects = json.loads(path.read_text())["objects"]
+        objects = json.loads(read_bytes(path))["objects"]
         return configuration("task", objects[-1]["id"], {one["id"]: one for one in objects}, {}), ""
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return None, f"{PARAMS} cannot be read ({type(error).__name__}: {error})"
 
 
@@ -143,8 +172,8 @@ def read_histories(job: Path, task: Setting | None) -> dict[str, dict[str, dict[
     histories = {}
     for path in sorted(job.glob("out/listeners/*/history.json")):
         try:
-            history = {epoch: dict(values) for epoch, values in json.loads(path.read_text()).items() if int(epoch) >= 0}
-        except (OSError, ValueError, TypeError, AttributeError):
+            history = {epoch: dict(values) for epoch, values in json.loads(read_bytes(path)).items() if int(epoch) >= 0}
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
             continue
         histories[names.get(path.parent.name, path.parent.name)] = history
     return histories

@@ -1,13 +1,18 @@
 """The checkpoints of a job, by their manifests: where each comes from, and each time that training was resumed."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from xpmir_uform.data.disk import read_bytes
 from xpmir_uform.learner import manifest, shelf
 from xpmir_uform.reports.run.tables import Grid
 from xpmir_uform.reports.run.words import flat, moment, number, size, text
+
+REASON_BYTES = 1 << 16
+ASIDE = re.compile(r".+-step-\d+-\d+")
 
 IN_ENVIRONMENT = ("device", "precision", "ranks", "versions", "git", "environment", "hashes")
 
@@ -45,14 +50,18 @@ def read_checkpoint(folder: Path, name: str, remark: str = "") -> Checkpoint:
 def read_checkpoints(job: Path) -> list[Checkpoint]:
     """The committed checkpoints by step, the best of each validation, and what was set aside."""
     folder = shelf.shelf_of(job)
-    last = (folder / shelf.LAST).resolve().name
+    last = shelf.last_in(folder)
     committed = [folder / shelf.name_of(step) for step in shelf.steps_in(folder)]
-    aside = sorted(path for path in folder.glob("*-step-*-*") if path.is_dir())
+    aside = sorted(path for path in shelf.folders_in(folder) if ASIDE.fullmatch(path.name))
     return [
-        *(read_checkpoint(path, path.name, "last" if path.name == last else "") for path in committed),
+        *(
+            read_checkpoint(path, path.name, "last" if last is not None and path.name == shelf.name_of(last) else "")
+            for path in committed
+        ),
         *(
             read_checkpoint(path, f"best of listener {path.parent.name}")
             for path in sorted(job.glob("out/listeners/*/best"))
+            if path.is_dir() and not path.is_symlink()
         ),
         *(read_checkpoint(path, path.name, why(path)) for path in aside),
     ]
@@ -60,8 +69,11 @@ def read_checkpoints(job: Path) -> list[Checkpoint]:
 
 def why(folder: Path) -> str:
     """The reason that lies beside a checkpoint that was set aside."""
-    reason = folder.with_name(f"{folder.name}.txt")
-    return f"set aside: {reason.read_text(errors='replace').strip() if reason.is_file() else 'no reason is there'}"
+    try:
+        reason = read_bytes(folder.with_name(f"{folder.name}.txt"), REASON_BYTES).decode(errors="replace").strip()
+    except (OSError, ValueError):
+        reason = "no reason is there"
+    return f"set aside: {reason}"
 
 
 def newest_manifest(checkpoints: Sequence[Checkpoint]) -> Mapping[str, Any]:

@@ -1,7 +1,6 @@
 """The report of a run: one HTML page that needs nothing else, and one PNG."""
 
 import base64
-import os
 import time
 from collections.abc import Mapping
 from importlib.resources import files
@@ -10,7 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from xpmir_uform.learner.files import aside
+from xpmir_uform.data.disk import replace_file
 from xpmir_uform.learner.telemetry import read_alerts, read_telemetry
 from xpmir_uform.reports.run import lineage, tables, views
 from xpmir_uform.reports.run.columns import read_columns
@@ -25,13 +24,6 @@ PICTURES = ("curves", "throughput", "memory")
 def picture(panel: Panel) -> dict[str, str]:
     """A panel as the template wants it: an image within the page."""
     return {"title": panel.title, "caption": panel.caption(), "data": base64.b64encode(svg(panel)).decode()}
-
-
-def write(path: Path, content: bytes) -> None:
-    """Writes a file that is whole or absent."""
-    part = aside(path)
-    part.write_bytes(content)
-    os.replace(part, path)
 
 
 def contents(job: Path, now: float) -> dict[str, Any]:
@@ -100,6 +92,6 @@ def report(job: Path, page: Path | None = None, now: float | None = None) -> tup
         raise ValueError(f"the page is {page}, expected a name that ends with .html in a folder that is there")
     shown = contents(job, time.time() if now is None else now)
     panels = [panel for name in PICTURES for panel in shown[name]]
-    write(page, render(shown))
-    write(page.with_suffix(".png"), png(panels, f"{shown['title']}, {shown['state'].name}, {shown['newest']}"))
+    replace_file(page, render(shown))
+    replace_file(page.with_suffix(".png"), png(panels, f"{shown['title']}, {shown['state'].name}, {shown['newest']}"))
     return page, page.with_suffix(".png")
