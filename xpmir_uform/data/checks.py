@@ -1,9 +1,37 @@
 """Validation of configurations before they are submitted."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from math import isfinite
 from typing import Any, cast
 
 from experimaestro import Config
+
+from xpmir_uform.data.draws import WORD
+
+
+def check_sha256(name: str, value: str) -> None:
+    """Refuses what is no hash.
+
+    Raises:
+        ValueError: with the name.
+    """
+    if not re.fullmatch("[0-9a-f]{64}", value):
+        raise ValueError(f"{name} is {value!r}, expected a sha256: 64 hexadecimal digits in lower case")
+
+
+def check_seed(name: str, value: int) -> None:
+    """Refuses what keyed draws cannot be keyed by.
+
+    Raises:
+        ValueError: with the name.
+    """
+    if not 0 <= value < WORD:
+        raise ValueError(f"{name} is {value}, expected an integer in [0, 2**64)")
+
+
+CHECKS: dict[type, Callable[[Any], None]] = {}
+"""Checks of classes that are not ours, and have no ``__validate__`` of their own."""
 
 
 def validate(config: Config) -> None:
@@ -23,6 +51,12 @@ def validate(config: Config) -> None:
     own = getattr(type(config).__xpmtype__.value_type, "__validate__", None)
     if own is not None:
         own(config)
+    for kind, check in CHECKS.items():
+        if isinstance(config, kind):
+            check(config)
+    for name, value in cast(Any, config).__xpm__.values.items():
+        if isinstance(value, float) and not isfinite(value):
+            raise ValueError(f"{name} is {value}, expected a finite number")
 
 
 def _parts(value: Any) -> Iterator[Config]:

@@ -18,7 +18,7 @@ from xpm_torch import Module
 from xpmir_uform.data.choices import ChoiceSet
 from xpmir_uform.data.fields import default
 from xpmir_uform.data.items import Item
-from xpmir_uform.evaluation.devices import device_of
+from xpmir_uform.evaluation.devices import check_device, device_of
 from xpmir_uform.evaluation.results import write_each
 
 BINS = 10
@@ -103,6 +103,9 @@ class ChoicesEvaluation(Task):
 
     version: Constant[int] = 2
     """Of the rules of its measures"""
+
+    def __validate__(self):
+        check_device(self.device)
 
     def execute(self) -> None:
         """Writes the results."""

@@ -1,6 +1,18 @@
 """Where a model is evaluated."""
 
+import re
+
 import torch
+
+
+def check_device(name: str) -> None:
+    """Refuses a name that no device has.
+
+    Raises:
+        ValueError: with the name.
+    """
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", name):
+        raise ValueError(f"device is {name!r}, expected auto, cpu, mps, cuda or cuda:NUMBER")
 
 
 def device_of(name: str) -> torch.device:

@@ -42,6 +42,16 @@ class PooledRanker(Ranker):
         return pooled_ranking(model, order, depth)
 
 
+def check_span(tokens: int | None) -> None:
+    """Refuses a query without tokens.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    if tokens is not None and tokens < 1:
+        raise ValueError(f"max_query_span is {tokens}, expected at least 1 token")
+
+
 class TokenRanker(Ranker):
     """By late interaction with every document."""
 
@@ -49,6 +59,9 @@ class TokenRanker(Ranker):
 
     max_query_span: Param[int | None] = default()
     """How many of a query's first tokens count, as in training; None: all"""
+
+    def __validate__(self):
+        check_span(self.max_query_span)
 
     def rank(self, model: Any, order: Order, depth: int) -> Ranking:
         """(Q, min(depth, D))."""
@@ -71,6 +84,7 @@ class Reranker(Ranker):
     def __validate__(self):
         if self.first < 1:
             raise ValueError(f"first is {self.first}, expected at least 1 document to rerank")
+        check_span(self.max_query_span)
 
     def rank(self, model: Any, order: Order, depth: int) -> Ranking:
         """(Q, min(first, depth, D)), and the documents that were reranked."""

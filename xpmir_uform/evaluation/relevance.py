@@ -22,7 +22,7 @@ from xpmir_uform.data.datasets.relevance import Judgements, questions, wrong_doc
 from xpmir_uform.data.disk import new_file
 from xpmir_uform.data.fields import default
 from xpmir_uform.evaluation.choices import results, truth_of
-from xpmir_uform.evaluation.devices import device_of
+from xpmir_uform.evaluation.devices import check_device, device_of
 
 
 def calibrate(right: np.ndarray, wrong: np.ndarray) -> tuple[float, float]:
@@ -83,6 +83,7 @@ class RelevanceScoring(Task):
     def __validate__(self):
         if self.others < 1:
             raise ValueError(f"others is {self.others}, expected at least 1 wrong document")
+        check_device(self.device)
 
     def task_outputs(self, dep) -> Judgements:
         """The teacher's answers."""

@@ -18,7 +18,7 @@ from xpm_torch.validation import ValidationSettings
 
 from xpmir_uform.data.fields import default
 from xpmir_uform.data.retrieval import Retrieval, RetrievalSet
-from xpmir_uform.evaluation.devices import device_of
+from xpmir_uform.evaluation.devices import check_device, device_of
 from xpmir_uform.evaluation.measures import MEASURES, chance, counts_of, measure
 from xpmir_uform.evaluation.rankers import PooledRanker, Ranker, pooled_ranking
 from xpmir_uform.evaluation.results import write_each, write_json
@@ -158,6 +158,11 @@ class RetrievalEvaluation(Task):
 
     version: Constant[int] = 2
     """Of the rules by which documents are ordered and measured"""
+
+    def __validate__(self):
+        if self.depth < 1:
+            raise ValueError(f"depth is {self.depth}, expected at least 1 document")
+        check_device(self.device)
 
     def execute(self) -> None:
         """Writes the results."""

@@ -26,11 +26,20 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> dict[str, int]:
     return counts
 
 
-def _freeze(model: nn.Module, pattern: str) -> int:
+def expression(field: str, pattern: str) -> re.Pattern[str]:
+    """The regular expression of a pattern.
+
+    Raises:
+        ValueError: it is none; with the name of the field that has it.
+    """
     try:
-        names = re.compile(pattern)
+        return re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"frozen has {pattern!r}, expected a regular expression or a prefix: {error}") from error
+        raise ValueError(f"{field} has {pattern!r}, expected a regular expression or a prefix: {error}") from error
+
+
+def _freeze(model: nn.Module, pattern: str) -> int:
+    names = expression("frozen", pattern)
     every = dict(model.named_parameters(remove_duplicate=False))
     chosen = [parameter for name, parameter in every.items() if names.match(name)]
     if not chosen:

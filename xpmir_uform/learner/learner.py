@@ -26,7 +26,8 @@ from xpmir_uform.learner import checkpoint, shelf
 from xpmir_uform.learner.alerts import Alerts
 from xpmir_uform.learner.context import UFormContext
 from xpmir_uform.learner.fit import Subject, config_of, fingerprint, settings_of
-from xpmir_uform.learner.freezing import freeze
+from xpmir_uform.learner.foreign import check_warmup
+from xpmir_uform.learner.freezing import expression, freeze
 from xpmir_uform.learner.lock import only_one
 from xpmir_uform.learner.observer import Observer, losses_of
 from xpmir_uform.learner.origin import Checkpoint
@@ -36,14 +37,10 @@ from xpmir_uform.learner.signals import Interruptions
 from xpmir_uform.learner.together import Watchdog, any_rank, check_started, limit_waiting, together
 from xpmir_uform.model.precision import compute_in, precision_of
 from xpmir_uform.trainer.modules import seed_generators
-from xpmir_uform.trainer.trainer import check_heads
+from xpmir_uform.trainer.trainer import check_heads, check_widths
 from xpmir_uform.trainer.workers import workers_explained
 
 logger = logging.getLogger(__name__)
-
-
-STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true")
-"""Those that keep whole weights on every rank: checkpoints are written by one."""
 
 
 @contextmanager
@@ -122,10 +119,7 @@ class UFormLearner(Learner, ResumableTask):
         if not self.optimizers:
             raise ValueError("optimizers is empty, expected at least one: adamw(schedule) makes them")
         check_heads(getattr(self.trainer, "losses", ()), self.model)
-        precision_of(self.fabric_config.precision)
-        strategy = self.fabric_config.strategy
-        if strategy not in STRATEGIES:
-            raise ValueError(f"strategy is {strategy!r}, expected one of {', '.join(STRATEGIES)}")
+        check_widths(getattr(self.trainer, "losses", ()), self.model)
         ids = [listener.id for listener in self.listeners]
         if len(set(ids)) != len(ids):
             raise ValueError(f"the listeners have the ids {ids}, expected each once")
@@ -134,6 +128,10 @@ class UFormLearner(Learner, ResumableTask):
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
+        for pattern in self.frozen:
+            expression("frozen", pattern)
+        for optimizer in self.optimizers:
+            check_warmup(optimizer.scheduler, self.max_epochs * self.steps_per_epoch)
         if not 0.0 <= self.clip_norm < float("inf"):
             raise ValueError(f"clip_norm is {self.clip_norm}, expected 0 (never) or a positive number")
         if self.checkpoint_steps < 0 or self.time_margin < 0 or self.rank_timeout <= 0:

@@ -13,6 +13,7 @@ from experimaestro import Param
 from torch import Tensor
 from xpm_torch import Module, ModuleLoader
 
+from xpmir_uform.data.checks import check_seed
 from xpmir_uform.data.fields import default
 from xpmir_uform.data.shapes import AudioShape, ImageShape, Shape, VideoShape
 from xpmir_uform.data.vocabulary import Modality
@@ -99,6 +100,7 @@ class UFormEncoder(Inference, Module):
 
     def __validate__(self):
         check_size(self.depth, self.hidden)
+        check_seed("seed", self.seed)
 
     def __initialize__(self):
         self.build()

@@ -47,9 +47,10 @@ class CosineSchedule(Scheduler):
             raise ValueError(
                 f"min_learning_rate is {self.min_learning_rate}, expected 0 to learning_rate ({self.learning_rate})"
             )
-        if self.warmup_steps < 0 or 0 < self.steps <= self.warmup_steps:
+        if self.warmup_steps < 0 or self.steps < 0 or 0 < self.steps <= self.warmup_steps:
             raise ValueError(
-                f"warmup_steps is {self.warmup_steps} and steps is {self.steps}, expected 0 <= warmup_steps < steps"
+                f"warmup_steps is {self.warmup_steps} and steps is {self.steps}, expected 0 <= warmup_steps < steps, "
+                "or steps 0 for those of the training"
             )
 
     def rate(self, step: int, training_steps: int) -> float:

@@ -62,6 +62,21 @@ def check_heads(losses: Sequence[BatchLoss], model: Any) -> None:
                 )
 
 
+def check_widths(losses: Sequence[BatchLoss], model: Any) -> None:
+    """Refuses Matryoshka levels that are wider than the embeddings of a model.
+
+    Raises:
+        ValueError: naming the levels and the width.
+    """
+    width = getattr(getattr(model, "pooled", None), "width", None)
+    for loss in losses:
+        levels = getattr(loss, "matryoshka_dimensions", ())
+        if width is not None and levels and max(levels) > width:
+            raise ValueError(
+                f"matryoshka_dimensions is {list(levels)}, expected at most the width of the pooled head, {width}"
+            )
+
+
 def limits_of(losses: Sequence[BatchLoss]) -> dict[str, int]:
     """The hard limits of a microbatch that losses set, by the name of a column of the sizes of bags."""
     return {name: limit for loss in losses for name, limit in loss.limits().items()}

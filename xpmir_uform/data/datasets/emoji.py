@@ -17,6 +17,7 @@ from experimaestro import Config, Constant, Param
 from PIL import Image, ImageDraw, ImageFont
 
 from xpmir_uform.data import draws
+from xpmir_uform.data.checks import check_seed, check_sha256
 from xpmir_uform.data.datasets.splits import held_out_first
 from xpmir_uform.data.fields import default
 from xpmir_uform.data.items import Bag, Item
@@ -145,8 +146,10 @@ class EmojiCollection(Config):
     def __validate__(self):
         if self.held_out < 1 or self.limit < 0:
             raise ValueError(f"held_out is {self.held_out} and limit {self.limit}, expected at least 1 and 0")
-        if not self.languages:
-            raise ValueError("languages is empty, expected at least one, English first")
+        if not self.languages or len(set(self.languages)) < len(self.languages):
+            raise ValueError(f"languages is {self.languages}, expected at least one, each once, English first")
+        check_sha256("sha256", self.sha256)
+        check_seed("split_seed", self.split_seed)
 
     @classmethod
     def installed(cls, languages: Sequence[str] = LANGUAGES, **params) -> "EmojiCollection":

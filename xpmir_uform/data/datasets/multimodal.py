@@ -16,6 +16,7 @@ from experimaestro import Config, Param
 from PIL import Image
 
 from xpmir_uform.data import draws
+from xpmir_uform.data.checks import check_sha256
 from xpmir_uform.data.datasets.emoji import Emoji, EmojiCollection
 from xpmir_uform.data.datasets.motion import MOTIONS, encode, move
 from xpmir_uform.data.datasets.speech import speak, speech_fingerprint, speech_version
@@ -67,8 +68,10 @@ class MultimodalEmoji(Config):
     """Words per minute; held-out emoji speak with the first"""
 
     def __validate__(self):
-        if not self.voices or not self.speeds:
-            raise ValueError(f"voices are {self.voices} and speeds {self.speeds}, expected at least one of each")
+        if not self.voices or not self.speeds or min(self.speeds) < 1:
+            given = f"voices are {self.voices} and speeds {self.speeds}"
+            raise ValueError(f"{given}, expected at least one of each, speeds above 0")
+        check_sha256("speech_sha256", self.speech_sha256)
 
     @classmethod
     def installed(

@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 
 from experimaestro import Constant, Meta, Param
 
+from xpmir_uform.data.checks import check_seed, check_sha256
 from xpmir_uform.data.datasets.pairs import Pair, PairCollection
 from xpmir_uform.data.datasets.splits import held_out_first
 from xpmir_uform.data.fields import default
@@ -148,6 +149,8 @@ class PackagePairs(PairCollection):
                 f"document_bytes is {self.document_bytes}, held_out {self.held_out} and limit {self.limit}, "
                 "expected at least 1, 1 and 0"
             )
+        check_sha256("sha256", self.sha256)
+        check_seed("split_seed", self.split_seed)
 
     @classmethod
     def fetched(cls, folder: Path, **params) -> "PackagePairs":
