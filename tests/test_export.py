@@ -67,6 +67,15 @@ def test_saving_over_a_model_touches_nothing_that_it_came_from(tmp_path):
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
+def test_the_stock_action_writes_through_a_link(tmp_path):
+    first, second = trained(tmp_path / "a", 1), trained(tmp_path / "b", 2)
+    before = content(tmp_path / "a")
+    for loader in (first, second):
+        TorchHFHub(loader).save_pretrained(tmp_path / "model")
+    assert content(tmp_path / "a") != before
+    assert content(tmp_path / "a") == content(tmp_path / "b")
+
+
 def test_the_action_of_experimaestro_saves_in_the_same_way(tmp_path):
     loader = trained(tmp_path / "weights")
     action = config().export_action(loader, default_name="last").instance()
@@ -77,6 +86,22 @@ def test_the_action_of_experimaestro_saves_in_the_same_way(tmp_path):
     weights = tmp_path / "weights" / "model.safetensors"
     assert not os.path.samefile(tmp_path / "model" / "model.safetensors", weights)
     assert load_model(tmp_path / "model").seed == 5
+
+
+def test_an_older_model_is_there_until_the_new_one_is(tmp_path, monkeypatch):
+    folder = saved(tmp_path)
+    before = content(folder)
+    rename = os.rename
+
+    def fail(source, target):
+        if Path(target) == folder and Path(source).name.endswith(".part"):
+            raise OSError(5, "I/O error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(OSError, match="I/O error"):
+        save_model(trained(tmp_path / "other", 2), folder)
+    assert content(folder) == before
 
 
 def test_a_folder_with_other_files_is_not_replaced(tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from experimaestro import Param
+from xpm_torch.huggingface import TorchHFHub
 
 from xpmir_uform import ImageShape, PooledHead, UFormEncoder, load_model, save_model
 from xpmir_uform.data.disk import seal
@@ -308,6 +309,14 @@ def test_a_hostile_folder_is_refused_in_one_line_and_does_nothing(folder, monkey
     with WATCH, pytest.raises(ValueError, match=r"\A[^\n]{20,1000}\Z"):
         load_model(folder)
     harmless(folder)
+
+
+def test_the_stock_reader_runs_what_a_definition_names(folder):
+    edited(evil_file)(folder)
+    with pytest.raises(AttributeError, match="Evil"):
+        TorchHFHub.from_pretrained(str(folder))
+    del sys.modules["evil"]
+    assert (folder.parent / "canary").read_text() == "ran"
 
 
 def elsewhere(objects, folder):

@@ -69,13 +69,28 @@ def commit_folder(path: Path, write: Callable[[Path], None]) -> None:
             for entry in sorted(part.rglob("*")):
                 sync(entry)
             sync(part)
-            discard(path)
-            os.rename(part, path)
+            _exchange(part, path)
         except Exception:
             # What could not be written leaves its room to others; what was committed before is as it was.
             shutil.rmtree(part, ignore_errors=True)
             raise
         sync(path.parent)
+
+
+def _exchange(part: Path, path: Path) -> None:
+    """Renames ``part`` to ``path``; what was there goes once the new one has its name, and is put back if it fails."""
+    gone = path.with_name(f".{path.name}.gone")
+    remove(gone)
+    older = os.path.lexists(path)
+    if older:
+        os.rename(path, gone)
+    try:
+        os.rename(part, path)
+    except OSError:
+        if older:
+            os.rename(gone, path)
+        raise
+    remove(gone)
 
 
 @contextmanager
