@@ -364,7 +364,9 @@ def test_the_launcher_is_asked_now_and_then_alone():
 def test_a_second_process_leaves_with_a_message_and_touches_nothing(execute, tmp_path):
     job(tmp_path).mkdir(parents=True)
     with only_one(job(tmp_path)):
-        with pytest.raises(Occupied, match=rf"another process \(number {os.getpid()}\) trains in .* changed nothing"):
+        with pytest.raises(
+            Occupied, match=rf"another process \(number {os.getpid()} on .*\) trains in .* changed nothing"
+        ):
             execute(config(), tmp_path)
         assert not checkpoints(tmp_path).exists()
     execute(config(), tmp_path)

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from errno import EISDIR, ELOOP, ENXIO
 from io import BufferedReader
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,8 @@ def read_bytes(path: Path, most: int = JSON_BYTES, follow: bool = False) -> byte
 def replace_file(path: Path, content: bytes) -> None:
     """Writes a file that is whole or absent, whenever the process is killed; an older one is replaced.
 
-    A link that lies there, or in the place of what is written first, is replaced too: nothing is written through it.
+    A link that lies there, or in the place of what is written first, is replaced too: nothing is written through it. A
+    folder is set aside as ``damaged-NAME-0``.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     with permitted(path):
@@ -115,6 +117,9 @@ def replace_file(path: Path, content: bytes) -> None:
                 file.write(content)
                 file.flush()
                 os.fsync(descriptor)
+            if path.is_dir() and not path.is_symlink():
+                free = (path.with_name(f"damaged-{path.name}-{number}") for number in count())
+                os.rename(path, next(name for name in free if not os.path.lexists(name)))
             os.replace(part, path)
         except BaseException:
             part.unlink(missing_ok=True)

@@ -1,19 +1,18 @@
 """What evaluations write: the results of several problems, one file."""
 
 import json
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from experimaestro import GracefulTimeout, TaskCancelled, taskglobals, tqdm
 
+from xpmir_uform.data.disk import replace_file
+
 
 def write_json(path: Path, value: Any, indent: int | None = None) -> None:
     """Writes a file as a whole: a reader sees the former one or this one."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(value, indent=indent))
-    os.replace(part, path)
+    replace_file(path, json.dumps(value, indent=indent).encode())
 
 
 def write_each(path: Path, names: Iterable[str], evaluate: Callable[[str], dict[str, Any]]) -> None:

@@ -3,7 +3,6 @@
 The model is known by its methods alone: ``encode(items) -> (N, d)`` and ``save_model(folder)``.
 """
 
-import json
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -19,9 +18,10 @@ from xpm_torch.validation import ValidationSettings
 from xpmir_uform.data.fields import default
 from xpmir_uform.data.retrieval import Retrieval, RetrievalSet
 from xpmir_uform.evaluation.devices import check_device, device_of
+from xpmir_uform.evaluation.history import read_history, write_history
 from xpmir_uform.evaluation.measures import MEASURES, chance, counts_of, measure
 from xpmir_uform.evaluation.rankers import PooledRanker, Ranker, pooled_ranking
-from xpmir_uform.evaluation.results import write_each, write_json
+from xpmir_uform.evaluation.results import write_each
 from xpmir_uform.evaluation.search import UNRANKED, Order, Ranking
 
 logger = logging.getLogger(__name__)
@@ -92,9 +92,7 @@ class RetrievalValidation(LearnerListener):
         super().initialize(learner, context)
         self.order = Order.of(self.retrieval.load().distinct().problem)
         self.historypath.parent.mkdir(parents=True, exist_ok=True)
-        self.history: dict[str, dict[str, float]] = {}
-        if self.historypath.exists():
-            self.history = json.loads(self.historypath.read_text())
+        self.history = read_history(self.historypath, self.measure)
 
     def init_task(self, learner: Learner, dep, add_action):
         """A loader of the best weights, named by what makes them the best."""
@@ -126,7 +124,7 @@ class RetrievalValidation(LearnerListener):
         if all(values[self.measure] > value for value in earlier):
             self.context.copy(self.bestpath)
         self.history[str(state.epoch)] = values
-        write_json(self.historypath, self.history, indent=1)
+        write_history(self.historypath, self.history)
 
 
 class RetrievalEvaluation(Task):
