@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 WORKSPACE ?= runs/workspace
 EXPERIMENT ?= experiments/quickstart/full.yaml
 
-.PHONY: help setup quickstart test lint format bench invariance faults kernels-compile docs clean
+.PHONY: help setup quickstart test lint format bench invariance faults mutants kernels-compile docs clean
 
 help:
 	@echo "make quickstart       train, evaluate and show a small model"
@@ -16,6 +16,7 @@ help:
 	@echo "make bench            speed and memory on this machine"
 	@echo "make invariance       vary what identifiers leave out, compare the weights"
 	@echo "make faults           inject faults of every kind into a training, look for what is lost"
+	@echo "make mutants          make mistakes on purpose, look for those that no test notices"
 	@echo "make kernels-compile  compile the Triton kernels for real GPUs, without one"
 	@echo "make docs             build the documentation into site/"
 
@@ -65,6 +66,9 @@ invariance: $(VENV)/dev
 
 faults: $(VENV)/dev
 	$(BIN)/python benchmarks/faults
+
+mutants: $(VENV)/dev
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/mutants
 
 kernels-compile: $(VENV)/dev
 	$(BIN)/python benchmarks/compile_kernels.py
