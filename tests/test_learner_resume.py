@@ -4,7 +4,7 @@ import json
 import os
 import random
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -27,10 +27,12 @@ from xpmir_uform import (
     Checkpoint,
     ContrastiveLoss,
     Item,
+    Modality,
     PooledHead,
     Retrieval,
     RetrievalSet,
     RetrievalValidation,
+    Side,
     UFormEncoder,
     UFormLearner,
     UFormTrainer,
@@ -41,6 +43,7 @@ from xpmir_uform.data.draws import Purpose, generator
 from xpmir_uform.data.fields import default
 from xpmir_uform.learner import manifest
 from xpmir_uform.learner.fit import PROBES, config_of, fingerprint
+from xpmir_uform.learner.telemetry import read_telemetry
 
 COUNT, BATCH = 10, 2
 
@@ -210,6 +213,17 @@ def test_a_longer_schedule_moves_the_rate_and_is_recorded(execute, tmp_path, who
     (audit,) = manifest.read(last(tmp_path))["audits"]
     assert audit["fields"] == {"max_epochs": [3, 6]}
     assert audit["source"]["step"] == 3
+
+
+@pytest.mark.parametrize(("steps", "epochs", "first"), [(1, 5, 4), (3, 2, 2), (4, 2, 1)])
+def test_epochs_are_those_of_this_task_not_of_the_one_it_begins_with(execute, tmp_path, whole, steps, epochs, first):
+    """The checkpoint is of step 3, in an epoch of two steps: its second."""
+    begin = checkpoint_at(job(whole) / "checkpoints" / "step-00000003")
+    execute(config(steps=steps, epochs=epochs, resume_from=begin), tmp_path)
+    lines = list(read_telemetry(job(tmp_path)))
+    assert lines[0]["epoch"] == first
+    assert [line["epoch"] for line in lines] == [-(-line["step"] // steps) for line in lines]
+    assert (manifest.read(last(tmp_path))["step"], manifest.read(last(tmp_path))["epoch"]) == (steps * epochs, epochs)
 
 
 # Draws
@@ -423,10 +437,39 @@ def test_a_fingerprint_is_cheap_and_sees_what_it_looks_into():
     bag = source.bag(place, 0, 0)
     source.others[place] = replace(bag, items=(replace(bag.items[0], content=b"else"), bag.items[1]))
     assert first != fingerprint(Order(source))
-    source.others[place] = replace(bag, repel=((0, 1),))
+    source.others[place] = replace(bag, attract=((1, 0),), repel=((0, 1),))
     assert first != fingerprint(Order(source))
     source.others = {source.asked[5] + 1: bag}
     assert first == fingerprint(Order(source))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"modality": Modality.IMAGE},
+        {"content": b"else"},
+        {"key": 5},
+        {"side": Side.QUERY},
+        {"group": 1},
+        {"choices": b"ny"},
+        {"targets": (0.5, 0.5)},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_fingerprint_sees_each_field_of_an_item(changes):
+    item = Item.text("0", choices=b"yn", targets=(0.25, 0.75))
+    found = []
+    for each in (item, replace(item, **changes)):
+        source = Big()
+        source.others[0] = Bag((each, Item.text("1")))
+        found.append(fingerprint(Order(source)))
+    assert found[0] != found[1]
+
+
+def test_every_field_of_an_item_is_one_of_those():
+    assert [field.name for field in fields(Item)] == [
+        "modality", "content", "key", "side", "group", "choices", "targets"
+    ]  # fmt: skip
 
 
 # Finished tasks

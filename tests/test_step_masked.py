@@ -1,11 +1,13 @@
 """Masked reconstruction: microbatches, ranks, workers and resuming change no mask and no weight beyond rounding."""
 
 import itertools
+import weakref
 
 import invariance
 import pytest
 from invariance import ALONE, JOINT, Pieces, bits, config, distance, run_here, run_ranks
 
+from xpmir_uform import ContrastiveLoss, UFormTrainer
 from xpmir_uform.losses import masked
 
 
@@ -46,6 +48,27 @@ def test_workers_and_resuming_change_no_bit(tmp_path, whole):
         run_here(config(kill=7, checkpoint_steps=1, **JOINT), tmp_path / "resumed")
     run_here(config(**JOINT), tmp_path / "resumed")
     assert bits(tmp_path / "resumed", whole) == 0
+
+
+def test_the_first_pass_keeps_nothing_for_the_losses_that_add_up(tmp_path, monkeypatch):
+    """Logits of masked bytes and told patches take more memory than embeddings: only one microbatch's may live."""
+    outputs, alive = [], []
+    forward, compute = UFormTrainer.forward, ContrastiveLoss.compute
+
+    def noted(self, microbatch):
+        answers = forward(self, microbatch)
+        outputs.append([weakref.ref(tensor) for tensor in (answers.bytes, *answers.patches.values())])
+        return answers
+
+    def compared(self, *args):
+        alive.append([any(reference() is not None for reference in each) for each in outputs])
+        outputs.clear()
+        return compute(self, *args)
+
+    monkeypatch.setattr(UFormTrainer, "forward", noted)
+    monkeypatch.setattr(ContrastiveLoss, "compute", compared)
+    run_here(config(Pieces.C(size=4), epochs=1, **JOINT), tmp_path)
+    assert alive[0] == [False, False, True]
 
 
 def test_both_losses_are_logged(whole):
