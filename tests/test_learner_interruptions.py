@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -39,7 +40,7 @@ from xpmir_uform import (
 )
 from xpmir_uform.learner import checkpoint, files, manifest, signals
 from xpmir_uform.learner.lock import Occupied, only_one
-from xpmir_uform.learner.together import LOST
+from xpmir_uform.learner.together import LOST, ranks_explained
 from xpmir_uform.trainer.loader import iterate_steps
 from xpmir_uform.trainer.workers import PASSED_OVER, begin_worker
 
@@ -490,6 +491,15 @@ def test_a_dead_rank_ends_the_other(tmp_path):
     assert statuses == [20, -signal.SIGKILL]
     assert taken < 40
     assert last_step(tmp_path) == 4
+
+
+@pytest.mark.parametrize("text", ["[gloo/transport] Connection closed by peer [::1]:4", "NCCL error: unhandled"])
+def test_the_rank_that_a_lost_one_ends_is_named(text):
+    pair = SimpleNamespace(world_size=2, global_rank=1)
+    with pytest.raises(RuntimeError, match=r"^rank 1 of 2 ends, .* lost .*run the task again"), ranks_explained(pair):
+        raise RuntimeError(text)
+    with pytest.raises(RuntimeError, match=r"^shapes do not fit"), ranks_explained(pair):
+        raise RuntimeError("shapes do not fit")
 
 
 def test_a_rank_that_hangs_ends_both_in_time(tmp_path):

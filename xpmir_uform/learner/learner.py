@@ -34,7 +34,7 @@ from xpmir_uform.learner.origin import Checkpoint
 from xpmir_uform.learner.redundant import refuse_redundant
 from xpmir_uform.learner.scaling import Optimizers
 from xpmir_uform.learner.signals import Interruptions
-from xpmir_uform.learner.together import Watchdog, any_rank, check_started, limit_waiting, together
+from xpmir_uform.learner.together import Watchdog, any_rank, check_started, limit_waiting, ranks_explained, together
 from xpmir_uform.model.precision import compute_in, precision_of
 from xpmir_uform.trainer.modules import seed_generators
 from xpmir_uform.trainer.trainer import check_heads, check_widths
@@ -198,6 +198,7 @@ class UFormLearner(Learner, ResumableTask):
             fabric.launch()
             check_started(fabric, self.fabric_config)
             with (
+                ranks_explained(fabric),
                 self._alone(fabric),
                 default_dtype(self.fabric_config.precision),
                 Watchdog(fabric.world_size, self.rank_timeout) as self.watchdog,

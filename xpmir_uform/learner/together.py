@@ -2,9 +2,11 @@
 
 import faulthandler
 import os
+import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from time import monotonic
 from typing import Any, TypeVar
@@ -14,6 +16,9 @@ import torch
 from xpmir_uform.batching.prediction import devices
 
 T = TypeVar("T")
+
+TRANSPORT = re.compile(r"gloo|nccl|DistBackendError|Connection (closed|reset) by|recvValue|wait timeout", re.IGNORECASE)
+"""What the errors of collective calls say."""
 
 LOST = 70
 """The exit status of a rank that made no progress."""
@@ -39,6 +44,25 @@ def together(fabric: Any, work: Callable[[], T]) -> T:
     if message is not None:
         raise RuntimeError(f"rank 0 failed, and this rank ends with it: {message}")
     return answer
+
+
+@contextmanager
+def ranks_explained(fabric: Any) -> Iterator[None]:
+    """Says which rank ends because another one was lost, of which the transport says a peer's address alone.
+
+    Raises:
+        RuntimeError: in place of the transport's own.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if fabric.world_size == 1 or not TRANSPORT.search(f"{type(error).__name__} {error}"):
+            raise
+        raise RuntimeError(
+            f"rank {fabric.global_rank} of {fabric.world_size} ends, since another rank was lost or did not answer "
+            f"({error}). The log of that rank says why; without one, memory may have run out or its machine is gone. Nothing that "
+            "was saved is lost: run the task again"
+        ) from error
 
 
 def any_rank(fabric: Any, flag: bool) -> bool:
