@@ -60,8 +60,8 @@ def ranks_explained(fabric: Any) -> Iterator[None]:
             raise
         raise RuntimeError(
             f"rank {fabric.global_rank} of {fabric.world_size} ends, since another rank was lost or did not answer "
-            f"({error}). The log of that rank says why; without one, memory may have run out or its machine is gone. Nothing that "
-            "was saved is lost: run the task again"
+            f"({error}). The log of that rank says why; without one, memory may have run out or its machine is gone. "
+            "Nothing that was saved is lost: run the task again"
         ) from error
 
 
