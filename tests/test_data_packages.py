@@ -6,7 +6,17 @@ from hashlib import sha256
 
 import pytest
 
-from xpmir_uform import EmojiCollection, EmojiPairs, PackagePairs, PairBags, PairRetrieval, Side
+from xpmir_uform import (
+    BagSampler,
+    ContrastiveLoss,
+    EmojiCollection,
+    EmojiPairs,
+    PackagePairs,
+    PairBags,
+    PairRetrieval,
+    Side,
+    UFormTrainer,
+)
 from xpmir_uform.data.checks import validate
 from xpmir_uform.data.datasets import packages
 from xpmir_uform.data.datasets.packages import CannotFetch, cut, fetch, programs, tags, unwrapped
@@ -80,6 +90,22 @@ def collection(tmp_path):
 
 def test_the_first_program_of_each_source_with_its_text(lists):
     assert [*map(list, programs(lists))] == ROWS
+
+
+def test_line_separators_within_a_line_are_content(tmp_path):
+    pytest.importorskip("debian", reason="needs the extra demo-text")
+    # python-debian wants white space after what it takes for the end of a line.
+    odd = "a\u2028 b\u2029 c\x85 d\x1c e\x0b f"
+    (tmp_path / "x_main_binary-amd64_Packages").write_bytes(PACKAGES.encode())
+    long = TRANSLATION.replace("It reads things", odd).replace("first of", f"first {odd} of")
+    (tmp_path / "x_main_i18n_Translation-en").write_bytes(long.encode())
+    rows = [list(row) for row in programs(tmp_path)]
+    assert rows[0] == ["alpha", f"first {odd} of the tools", f"{odd} and writes them. It also sings: ✓."]
+    file = tmp_path / "packages.jsonl"
+    rows = [[f"p{number}", f"{odd} {number}", f"{number} {odd}"] for number in range(3)]
+    file.write_bytes("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+    found = PackagePairs.fetched(tmp_path, held_out=1).instance().all
+    assert sorted([pair.name, pair.query, pair.document] for pair in found) == rows
 
 
 def test_tags_in_braces_are_many():
@@ -158,8 +184,26 @@ def test_more_held_out_than_there_are_is_refused(collection):
     path = collection.path
     with pytest.raises(ValueError, match="held_out is 12, expected less than the 12 pairs there are"):
         PackagePairs.C(sha256=collection.sha256, path=path, held_out=12).instance().test()
-    with pytest.raises(ValueError, match="held_out 0"):
+    with pytest.raises(ValueError, match="held_out is 0 and limit 0, expected at least 1 and 0"):
         validate(PackagePairs.C(sha256=collection.sha256, path=path, held_out=0))
+
+
+def test_too_few_bags_for_a_step_are_refused_before_submission(collection):
+    def trainer(batch_size, data=collection):
+        sampler = BagSampler.C(source=PairBags.C(collection=data))
+        return UFormTrainer.C(sampler=sampler, batch_size=batch_size, losses=[ContrastiveLoss.C()])
+
+    validate(trainer(8))
+    with pytest.raises(ValueError, match="batch_size is 9, expected 1 to 8, the number of bags in the data set"):
+        validate(trainer(9))
+    elsewhere = PackagePairs.C(sha256="0" * 64, path=collection.path.with_name("none"))
+    validate(trainer(9, elsewhere))
+    none_left = PackagePairs.C(sha256=collection.sha256, path=collection.path, held_out=12)
+    with pytest.raises(ValueError, match="held_out is 12, expected less than the 12 pairs there are"):
+        validate(trainer(1, none_left))
+    with pytest.raises(ValueError, match="held_out is 4 and limit 4, which leaves no pairs for training"):
+        validate(PackagePairs.C(sha256=collection.sha256, path=collection.path, held_out=4, limit=4))
+    collection.held_out = 3
 
 
 def test_emoji_are_pairs_of_names():

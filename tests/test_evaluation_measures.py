@@ -233,3 +233,20 @@ def test_equal_documents_and_queries_are_one(caplog):
 def test_equal_bytes_of_two_modalities_are_two_things():
     documents = [Item.text("x"), Item(Modality.AUDIO, b"x", 1)]
     assert len(Retrieval(texts("a"), documents, [[1]]).distinct().problem.documents) == 2
+
+
+@pytest.mark.parametrize(
+    ("relevant", "message"),
+    [
+        ([[0], []], "query 1, 'a question', has no relevant document: leave it out, or add a document"),
+        ([[0], [1, 1]], r"query 1, 'a question', has the relevant documents \[1, 1\], expected each once"),
+        (
+            [[2], [0]],
+            r"query 0, item 0x.* \(image, 1 bytes\), has the relevant documents \[2\], expected numbers fr",
+        ),
+    ],
+)
+def test_a_query_of_a_problem_is_refused_by_its_text(relevant, message):
+    queries = [Item(Modality.IMAGE, b"x", 1), Item.text("a question")]
+    with pytest.raises(ValueError, match=message):
+        Retrieval(queries, [Item.text("a"), Item.text("b")], relevant)

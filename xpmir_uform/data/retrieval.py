@@ -14,6 +14,7 @@ from experimaestro import Config
 
 from xpmir_uform.data.duplicates import hash_things
 from xpmir_uform.data.items import Item
+from xpmir_uform.data.vocabulary import Modality
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +42,15 @@ class Retrieval:
             raise ValueError(
                 f"relevant has {len(self.relevant)} rows, expected one for each of {len(self.queries)} queries"
             )
-        for query, numbers in zip(self.queries, self.relevant, strict=True):
-            if not numbers or len(set(numbers)) != len(numbers):
-                raise ValueError(f"query {query}: relevant is {numbers}, expected at least one document, each once")
+        for place, (query, numbers) in enumerate(zip(self.queries, self.relevant, strict=True)):
+            name = f"query {place}, {described(query)}"
+            if not numbers:
+                raise ValueError(f"{name}, has no relevant document: leave it out, or add a document that answers it")
+            if len(set(numbers)) != len(numbers):
+                raise ValueError(f"{name}, has the relevant documents {numbers}, expected each once")
             if not all(0 <= number < len(self.documents) for number in numbers):
-                raise ValueError(f"query {query}: relevant is {numbers}, expected numbers below {len(self.documents)}")
+                expected = f"numbers from 0 to {len(self.documents) - 1}"
+                raise ValueError(f"{name}, has the relevant documents {numbers}, expected {expected}")
 
     def distinct(self) -> "Distinct":
         """The same problem, each thing once: relevance is a matter of content, as attraction is in training.
@@ -82,6 +87,14 @@ class Distinct(NamedTuple):
     problem: Retrieval
     queries: np.ndarray
     documents: np.ndarray
+
+
+def described(query: Item, longest: int = 80) -> str:
+    """A query in a message: the text, or what a file is."""
+    if query.modality is not Modality.TEXT:
+        return str(query)
+    text = query.content.decode("utf-8", "replace")
+    return repr(text if len(text) <= longest else text[:longest] + "...")
 
 
 def hash_items(items: Sequence[Item]) -> np.ndarray:

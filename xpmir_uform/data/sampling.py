@@ -7,9 +7,10 @@ every bag is seen equally often whatever the batch size. The whole state is the 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
-from experimaestro import Config, Constant, Param
+from experimaestro import Config, Constant, Param, copyconfig
 from xpm_torch import Sampler
 
 from xpmir_uform.data import draws
@@ -41,6 +42,50 @@ class BagSource(Config, ABC):
 
         Copies of one bag in a batch know each other by ``index``, or by ``Bag.key`` where it is given.
         """
+
+
+def check_size(count: int, batch_size: int) -> None:
+    """Refuses steps that take more bags than there are.
+
+    Raises:
+        ValueError: with both numbers.
+    """
+    if not count:
+        raise ValueError("the data set is empty, expected at least one bag: hold out less, or add data")
+    if not 0 < batch_size <= count:
+        raise ValueError(
+            f"batch_size is {batch_size}, expected 1 to {count}, the number of bags in the data set: "
+            "lower batch_size or add data"
+        )
+
+
+_SIZES: dict[bytes, int | None] = {}
+"""What :func:`known_size` found, by identifier: an experiment trains many times on one data set."""
+
+
+def known_size(source: BagSource) -> int | None:
+    """The number of bags of a data set as a configuration, which stays as it is; None: its data are not here.
+
+    Raises:
+        ValueError: as the data set does, if it is impossible.
+    """
+    name = cast(Any, source).__xpm__.identifier.all
+    if name not in _SIZES:
+        try:
+            _SIZES[name] = len(cast(Any, _copied(source)).instance())
+        except (ImportError, OSError):
+            _SIZES[name] = None
+    return _SIZES[name]
+
+
+def _copied(value: Any) -> Any:
+    """A configuration and all that it holds, anew: an instance of the copy does not seal the original."""
+    if isinstance(value, Config):
+        held = cast(Any, value).__xpm__.values
+        return copyconfig(value, **{name: _copied(part) for name, part in held.items()})
+    if isinstance(value, dict):
+        return {name: _copied(part) for name, part in value.items()}
+    return [_copied(part) for part in value] if isinstance(value, list) else value
 
 
 class BagSampler(Sampler):
@@ -77,11 +122,7 @@ class BagSampler(Sampler):
             ValueError: the data set has fewer bags than one step takes.
         """
         count = len(self.source)
-        if not 0 < batch_size <= count:
-            raise ValueError(
-                f"batch_size is {batch_size}, expected 1 to {count}, the number of bags in the data set: "
-                "lower batch_size or add data"
-            )
+        check_size(count, batch_size)
         found = places(self.seed, step, batch_size, count)
         return [_keyed(self.source.bag(index, self.seed, epoch), index) for epoch, index in found]
 

@@ -21,6 +21,7 @@ from xpmir_uform.data.augmentation import Augmentation
 from xpmir_uform.data.draws import Purpose, generator
 from xpmir_uform.data.fields import default
 from xpmir_uform.data.refusals import check_choice_counts
+from xpmir_uform.data.sampling import check_size, known_size
 from xpmir_uform.data.segments import blank_text
 from xpmir_uform.losses.base import Answers, BatchLoss, LossValue
 from xpmir_uform.model import pack
@@ -154,6 +155,9 @@ class UFormTrainer(LossTrainer):
                 f"batch_size is {self.batch_size} and num_workers {self.num_workers}, expected at least 1 and 0"
             )
         check_limits(self.losses, self.batcher)
+        source = getattr(self.sampler, "source", None)
+        if source is not None and (count := known_size(source)) is not None:
+            check_size(count, self.batch_size)
 
     def initialize(self, random: np.random.RandomState, context: TrainerContext) -> None:
         """Builds the model and the data set; all draws are keyed by a seed taken from ``random``."""

@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from xpmir_uform.data import draws
 from xpmir_uform.data.checks import check_seed, check_sha256
-from xpmir_uform.data.datasets.splits import held_out_first
+from xpmir_uform.data.datasets.splits import check_counts, held_out_first
 from xpmir_uform.data.fields import default
 from xpmir_uform.data.items import Bag, Item
 from xpmir_uform.data.retrieval import Retrieval, RetrievalSet
@@ -144,8 +144,7 @@ class EmojiCollection(Config):
     """Of the split: 2 is by content"""
 
     def __validate__(self):
-        if self.held_out < 1 or self.limit < 0:
-            raise ValueError(f"held_out is {self.held_out} and limit {self.limit}, expected at least 1 and 0")
+        check_counts(self.held_out, self.limit, "emoji")
         if not self.languages or len(set(self.languages)) < len(self.languages):
             raise ValueError(f"languages is {self.languages}, expected at least one, each once, English first")
         check_sha256("sha256", self.sha256)

@@ -18,7 +18,7 @@ from experimaestro import Constant, Meta, Param
 
 from xpmir_uform.data.checks import check_seed, check_sha256
 from xpmir_uform.data.datasets.pairs import Pair, PairCollection
-from xpmir_uform.data.datasets.splits import held_out_first
+from xpmir_uform.data.datasets.splits import check_counts, held_out_first
 from xpmir_uform.data.fields import default
 
 FILE = "packages.jsonl"
@@ -144,11 +144,9 @@ class PackagePairs(PairCollection):
     """Where the file of descriptions is"""
 
     def __validate__(self):
-        if self.document_bytes < 1 or self.held_out < 1 or self.limit < 0:
-            raise ValueError(
-                f"document_bytes is {self.document_bytes}, held_out {self.held_out} and limit {self.limit}, "
-                "expected at least 1, 1 and 0"
-            )
+        if self.document_bytes < 1:
+            raise ValueError(f"document_bytes is {self.document_bytes}, expected at least 1")
+        check_counts(self.held_out, self.limit, "pairs")
         check_sha256("sha256", self.sha256)
         check_seed("split_seed", self.split_seed)
 

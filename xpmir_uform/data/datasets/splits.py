@@ -44,6 +44,21 @@ def kin(contents: Iterable[Iterable[str | bytes]]) -> np.ndarray:
     return connected_components(shares, directed=False)[1][: len(held)]
 
 
+def check_counts(held_out: int, limit: int, name: str) -> None:
+    """Refuses counts that leave nothing to hold out or nothing to train on, whatever the data are.
+
+    Raises:
+        ValueError: with what is expected.
+    """
+    if held_out < 1 or limit < 0:
+        raise ValueError(f"held_out is {held_out} and limit {limit}, expected at least 1 and 0")
+    if limit and held_out >= limit:
+        raise ValueError(
+            f"held_out is {held_out} and limit {limit}, which leaves no {name} for training: lower held_out or raise "
+            "limit"
+        )
+
+
 def held_out_first(
     things: Sequence[T],
     contents: Callable[[T], Iterable[str | bytes]],
