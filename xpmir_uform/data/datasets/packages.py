@@ -20,6 +20,7 @@ from xpmir_uform.data.checks import check_seed, check_sha256
 from xpmir_uform.data.datasets.pairs import Pair, PairCollection
 from xpmir_uform.data.datasets.splits import check_counts, held_out_first
 from xpmir_uform.data.fields import default
+from xpmir_uform.data.sampling import OtherData
 
 FILE = "packages.jsonl"
 TAG = re.compile(r"([\w.+-]+)::(\{[^}]*\}|[^\s,]+)")
@@ -170,7 +171,7 @@ class PackagePairs(PairCollection):
         data = self.path.read_bytes()
         found = sha256(data).hexdigest()
         if found != self.sha256:
-            raise ValueError(
+            raise OtherData(
                 f"{self.path} has sha256 {found}, expected {self.sha256}: "
                 "restore that file, or make a new configuration"
             )
