@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 WORKSPACE ?= runs/workspace
 EXPERIMENT ?= experiments/quickstart/full.yaml
+# Settings of the experiment, as OPTIONS="-c verbose=true -c seed=2"
+OPTIONS ?=
 
 .PHONY: help setup quickstart test lint format bench invariance faults mutants kernels-compile docs clean
 
@@ -35,7 +37,7 @@ $(VENV)/dev: pyproject.toml | $(VENV)/run
 setup: $(VENV)/dev
 
 quickstart: $(VENV)/run
-	$(BIN)/experimaestro run-experiment --workdir $(WORKSPACE) $(EXPERIMENT)
+	$(BIN)/experimaestro run-experiment --workdir $(WORKSPACE) $(OPTIONS) $(EXPERIMENT)
 
 test: $(VENV)/dev
 	$(BIN)/pytest --numprocesses auto --dist loadscope --no-loadscope-reorder

@@ -9,7 +9,6 @@ one byte when it reads both as one text.
 
 from experimaestro import stop_tags
 from experimaestro.experiments import configuration
-from experimaestro.experiments.configuration import ConfigurationBase
 
 from xpmir_uform import (
     BatchShape,
@@ -28,6 +27,7 @@ from xpmir_uform import (
 from xpmir_uform.data.datasets.languages import LETTERS
 from xpmir_uform.data.datasets.pairs import PairCollection
 from xpmir_uform.experiments import (
+    ExperimentSettings,
     InteractionSettings,
     ModelSettings,
     PairSettings,
@@ -39,7 +39,7 @@ from xpmir_uform.reports.choices import LANGUAGE, STUDENT, ChoicesRun, report
 
 
 @configuration
-class Choices(ConfigurationBase):
+class Choices(ExperimentSettings):
     """What the YAML file sets."""
 
     seed: int = 1

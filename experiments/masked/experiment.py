@@ -8,7 +8,6 @@ number of steps, from the weights that masked reconstruction taught it before.
 
 import attrs
 from experimaestro.experiments import configuration
-from experimaestro.experiments.configuration import ConfigurationBase
 
 from xpmir_uform import (
     Augmentation,
@@ -24,7 +23,14 @@ from xpmir_uform import (
     load_model,
     save_model,
 )
-from xpmir_uform.experiments import ModelSettings, TrainingSettings, UFormExperiment, form_of, uform_experiment
+from xpmir_uform.experiments import (
+    ExperimentSettings,
+    ModelSettings,
+    TrainingSettings,
+    UFormExperiment,
+    form_of,
+    uform_experiment,
+)
 from xpmir_uform.reports.masked import MaskedRun, report
 
 DIRECTIONS = ("text-text", "text-image", "image-text")
@@ -46,7 +52,7 @@ class MaskSettings:
 
 
 @configuration
-class Masked(ConfigurationBase):
+class Masked(ExperimentSettings):
     """What the YAML file sets."""
 
     seeds: list[int]

@@ -6,7 +6,6 @@ experimaestro run-experiment --workdir runs/workspace experiments/multimodal/ful
 from itertools import permutations
 
 from experimaestro.experiments import configuration
-from experimaestro.experiments.configuration import ConfigurationBase
 
 from xpmir_uform import (
     AudioShape,
@@ -21,7 +20,14 @@ from xpmir_uform import (
     VideoShape,
     save_model,
 )
-from xpmir_uform.experiments import ModelSettings, TrainingSettings, UFormExperiment, form_of, uform_experiment
+from xpmir_uform.experiments import (
+    ExperimentSettings,
+    ModelSettings,
+    TrainingSettings,
+    UFormExperiment,
+    form_of,
+    uform_experiment,
+)
 from xpmir_uform.reports.multimodal import MultimodalRun, report
 
 MODALITIES = ("text", "image", "video", "audio")
@@ -63,7 +69,7 @@ class AudioSettings:
 
 
 @configuration
-class Multimodal(ConfigurationBase):
+class Multimodal(ExperimentSettings):
     """What the YAML file sets."""
 
     seed: int = 1

@@ -4,7 +4,6 @@ experimaestro run-experiment --workdir runs/workspace experiments/quickstart/ful
 """
 
 from experimaestro.experiments import configuration
-from experimaestro.experiments.configuration import ConfigurationBase
 
 from xpmir_uform import (
     Augmentation,
@@ -16,14 +15,21 @@ from xpmir_uform import (
     RetrievalValidation,
     save_model,
 )
-from xpmir_uform.experiments import ModelSettings, TrainingSettings, UFormExperiment, form_of, uform_experiment
+from xpmir_uform.experiments import (
+    ExperimentSettings,
+    ModelSettings,
+    TrainingSettings,
+    UFormExperiment,
+    form_of,
+    uform_experiment,
+)
 from xpmir_uform.reports.quickstart import QuickstartRun, report
 
 DIRECTIONS = ("text-text", "text-image", "image-text")
 
 
 @configuration
-class Quickstart(ConfigurationBase):
+class Quickstart(ExperimentSettings):
     """What the YAML file sets."""
 
     seed: int = 1

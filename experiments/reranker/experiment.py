@@ -8,7 +8,6 @@ documents that its token vectors rerank.
 """
 
 from experimaestro.experiments import configuration
-from experimaestro.experiments.configuration import ConfigurationBase
 
 from xpmir_uform import (
     ContrastiveLoss,
@@ -23,6 +22,7 @@ from xpmir_uform import (
 )
 from xpmir_uform.evaluation.rankers import Ranker
 from xpmir_uform.experiments import (
+    ExperimentSettings,
     InteractionSettings,
     ModelSettings,
     PairSettings,
@@ -36,7 +36,7 @@ from xpmir_uform.reports.reranker import LATE, POOLED, RERANKED, RerankerRun, re
 
 
 @configuration
-class Reranking(ConfigurationBase):
+class Reranking(ExperimentSettings):
     """What the YAML file sets."""
 
     seeds: list[int]

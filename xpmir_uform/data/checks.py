@@ -6,6 +6,7 @@ from math import isfinite
 from typing import Any, cast
 
 from experimaestro import Config
+from experimaestro.core.objects import ConfigMixin
 
 from xpmir_uform.data.draws import WORD
 
@@ -40,14 +41,17 @@ def validate(config: Config) -> None:
     experimaestro 2.7 means to, but the class it makes of a configuration hides the method behind an empty one.
 
     Raises:
-        ValueError: as the first configuration that is not legal says.
+        ValueError: as the first configuration that is not legal says; or one lacks a required field, or is an instance.
     """
+    if not isinstance(config, ConfigMixin):
+        raise ValueError(f"{type(config).__name__} was called without .C: configurations are made by .C(...)")
     for part in _parts(config):
         validate(part)
     for name, value in cast(Any, config).__xpm__.values.items():
         # experimaestro takes a None that was given for a value, and hashes it.
         if value is None and (usual := type(config).__xpmtype__.arguments[name].default) is not None:
             raise ValueError(f"{name} is None, expected a value; leave it out for its default, {usual!r}")
+    _check_complete(config)
     own = getattr(type(config).__xpmtype__.value_type, "__validate__", None)
     if own is not None:
         own(config)
@@ -57,6 +61,20 @@ def validate(config: Config) -> None:
     for name, value in cast(Any, config).__xpm__.values.items():
         if isinstance(value, float) and not isfinite(value):
             raise ValueError(f"{name} is {value}, expected a finite number")
+
+
+def _check_complete(config: Config) -> None:
+    """Refuses a configuration without a required field, which experimaestro finds out later, or by a KeyError."""
+    kind, held = type(config).__xpmtype__, cast(Any, config).__xpm__.values
+    missing = [
+        name
+        for name, argument in kind.arguments.items()
+        if argument.required and argument.generator is None and name not in held
+    ]
+    if missing:
+        raise ValueError(
+            f"{kind.value_type.__name__} lacks {', '.join(missing)}, expected {missing[0]}=... in its .C(...)"
+        )
 
 
 def _parts(value: Any) -> Iterator[Config]:

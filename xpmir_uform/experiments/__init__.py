@@ -1,10 +1,11 @@
 """What experiment files share: settings, and a helper that trains, waits and reports failures."""
 
-from xpmir_uform.experiments.helper import UFormExperiment, uform_experiment
+from xpmir_uform.experiments.helper import ExperimentSettings, UFormExperiment, uform_experiment
 from xpmir_uform.experiments.pairs import InteractionSettings, PairSettings
 from xpmir_uform.experiments.settings import ModelSettings, TrainingSettings, form_of
 
 __all__ = [
+    "ExperimentSettings",
     "InteractionSettings",
     "ModelSettings",
     "PairSettings",

@@ -1,22 +1,39 @@
 """The helper that an experiment's ``run`` receives."""
 
+import logging
 import sys
-import time
-from collections import deque
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from experimaestro import Task, stop_tags
-from experimaestro.scheduler.jobs import JobFailureStatus
-from tqdm import tqdm
+from experimaestro.experiments import ConfigurationBase, configuration
+from experimaestro.scheduler.workspace import RunMode
 from xpm_torch import ModuleLoader
 from xpm_torch.experiments.helpers import LearningExperimentHelper
 from xpm_torch.learner import Learner, LearnerOutput
 
 from xpmir_uform.data.checks import validate
+from xpmir_uform.experiments.jobs import attempts, failed, failure, history, job_of, lost, summary, watch
+from xpmir_uform.experiments.machine import check_devices, runs_here
+from xpmir_uform.experiments.reading import check_options, read_by, read_settings
+from xpmir_uform.experiments.refusals import Refused, refusal
+from xpmir_uform.experiments.screen import Screen, no_carbon_banner
+from xpmir_uform.experiments.stopping import Stopped, signals_raised, stop_jobs
 
-SHOWN_LINES = 30
-POLL_SECONDS = 0.2
+logger = logging.getLogger(__name__)
+
+MAX_RETRIES = 3
+
+
+@configuration
+class ExperimentSettings(ConfigurationBase):
+    """What every experiment's YAML file may set."""
+
+    max_retries: int = MAX_RETRIES
+    """How many times a command starts a task again that reached its time limit"""
+
+    verbose: bool = False
+    """Show all log lines, and not only what matters"""
 
 
 class UFormExperiment(LearningExperimentHelper):
@@ -25,11 +42,37 @@ class UFormExperiment(LearningExperimentHelper):
     experimaestro's own command ends with status 0 whatever happens to its jobs.
     """
 
+    max_retries = MAX_RETRIES
+    screen: Screen | None = None
+
     def __init__(self, callable):
-        super().__init__(callable)
+        super().__init__(read_by(callable, self.read))
         self.pending: list[tuple[str, Any]] = []
 
-    def train(self, learner: Learner, *, start: ModuleLoader | None = None, **tags: str | int | float) -> LearnerOutput:
+    def read(self, kind: type, data: Any) -> Any:
+        """The settings, and the screen as they want it; experimaestro's command asks for them before it begins.
+
+        Raises:
+            SystemExit: they are not legal; the message is one line.
+        """
+        try:
+            check_options()
+            settings: Any = read_settings(kind, data)
+        except ValueError as error:
+            raise SystemExit(f"Refused: {error}") from None
+        no_carbon_banner()
+        self.screen = Screen(everything=getattr(settings, "verbose", False))
+        self.max_retries = getattr(settings, "max_retries", self.max_retries)
+        return settings
+
+    def train(
+        self,
+        learner: Learner,
+        *,
+        start: ModuleLoader | None = None,
+        launcher: Any = None,
+        **tags: str | int | float,
+    ) -> LearnerOutput:
         """Submits a learner under ``tags`` and links its TensorBoard folder into the experiment's.
 
         A learner without a tag would have no name there, and its log folder exists only once it is submitted.
@@ -38,6 +81,7 @@ class UFormExperiment(LearningExperimentHelper):
             learner: that trains.
             start: trained weights to begin with, as ``learned_model`` of another training of the same model. They are a
                 part of the learner's identifier. None: the model's initial weights.
+            launcher: where it runs; None: by the workspace's launcher.
 
         Raises:
             ValueError: there is no tag, or ``start`` loads the weights of another model.
@@ -52,83 +96,83 @@ class UFormExperiment(LearningExperimentHelper):
         for name, value in tags.items():
             learner.tag(name, value)
         label = ", ".join(f"{name}={value}" for name, value in tags.items())
-        output = self.submit(f"Training {label}", learner, init_tasks=[] if start is None else [stop_tags(start)])
+        init_tasks = [] if start is None else [stop_tags(start)]
+        output = self.submit(f"Training {label}", learner, init_tasks=init_tasks, launcher=launcher)
         self.monitoring_service.add(learner, learner.logpath)
         return output
 
-    def submit(self, label: str, task: Task, **kwargs):
-        """Submits a task, to be shown as ``label``; answers what ``task.submit`` does.
+    def submit(self, label: str, task: Task, *, launcher: Any = None, **kwargs):
+        """Submits a task, to be shown as ``label``; returns what ``task.submit`` does.
+
+        A task that is done is reused, and one that failed, was killed or was stopped before runs again, from its newest
+        checkpoint if it has one; both are told.
 
         Raises:
-            ValueError: the task, or a configuration that it holds, is not legal.
+            ValueError: the task, or a configuration that it holds, is not legal, or this machine lacks its devices.
         """
         validate(task)
-        output = task.submit(**kwargs)
-        self.pending.append((label, job_of(task)))
+        if hasattr(task, "fabric_config"):
+            check_devices(task.fabric_config, runs_here(launcher or self.xp.workspace.launcher))
+        # experimaestro counts the failures of a task for ever, and passes over a task that has too many.
+        output = task.submit(**{"launcher": launcher, "max_retries": sys.maxsize, **kwargs})
+        job = job_of(task)
+        if self.xp.workspace.run_mode is RunMode.NORMAL:
+            before = attempts(job)
+            job.max_retries = before + kwargs.get("max_retries", self.max_retries)
+            if told := history(job, before):
+                print(f"{label} {told}", file=sys.stderr)
+            self.pending.append((label, job))
         return output
 
     def wait(self) -> None:
         """Shows a bar for each job until all have ended.
 
         Raises:
-            SystemExit: a job failed; its last lines have been printed.
+            FailedExperiment: jobs failed; their last lines have been printed, and the message is one line.
         """
         jobs, self.pending = self.pending, []
         for label, job in jobs:
             watch(label, job)
-        self.xp.wait()
-        failed = [job for _, job in jobs if state_of(job).is_error()]
-        for job in failed:
+        bad = [(label, job) for label, job in jobs if failed(job)]
+        if not any(lost(job) for _, job in jobs):
+            self.xp.wait()
+        for _, job in bad:
             print(failure(job), file=sys.stderr)
-        if failed:
-            raise SystemExit(1)
+        if bad:
+            raise Refused(summary(bad))
 
     def run(self, args, configuration) -> None:
-        """Runs the experiment; a failed job makes the command fail."""
-        super().run(args, configuration)
-        self.wait()
+        """Runs the experiment; a failed job makes the command fail.
+
+        Raises:
+            FailedExperiment: jobs failed, or the plan was refused; the message is one line.
+            Stopped: a signal was received; the running jobs were asked to save and stop.
+        """
+        if args:
+            raise Refused(f"{' '.join(args)} is no option, expected -c name=value")
+        self.screen = self.screen or Screen(everything=True)
+        if self.xp.workspace.run_mode is RunMode.NORMAL:
+            self.screen.keep(self.xp.workdir / "experiment.log")
+            print(f"Log: {self.screen.path}", file=sys.stderr)
+        with signals_raised(self.screen.path):
+            try:
+                self._carry_out(configuration)
+            except Stopped as stopped:
+                stop_jobs(self.xp.jobs.values(), stopped.name)
+                print(f"Stopped by {stopped.name}: run the same command to go on.", file=sys.stderr)
+                raise
+
+    def _carry_out(self, configuration) -> None:
+        """The plan; errors that a person can mend become one line, and their traceback goes to the log."""
+        try:
+            self.callable(self, configuration)
+            self.wait()
+        except Exception as error:
+            message = None if isinstance(error, Refused) else refusal(error)
+            if message is None:
+                raise
+            logger.info("the traceback of what was refused", exc_info=True)
+            raise Refused(f"Refused: {message}") from None
 
 
-def job_of(task: Any) -> Any:
-    """The job of a submitted task."""
-    return task.__xpm__.job
-
-
-def state_of(job: Any) -> Any:
-    """Where a job is for the scheduler: the state of its files knows nothing of a job it waits for that failed."""
-    return job.scheduler_state
-
-
-def watch(label: str, job: Any) -> None:
-    """Shows the progress of one job until it ends."""
-    with tqdm(total=100, desc=label, bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}{postfix}") as bar:
-        while not state_of(job).finished():
-            levels = job.progress
-            if levels:
-                bar.n = 100 * levels[0].progress
-                inner = [f"{level.desc or ''} {level.progress:.0%}" for level in levels[1:]]
-                bar.set_postfix_str(", ".join(inner), refresh=False)
-            bar.refresh()
-            time.sleep(POLL_SECONDS)
-        failed = state_of(job).is_error()
-        bar.n = 0 if failed else 100
-        bar.set_postfix_str("failed" if failed else "done")
-
-
-def failure(job: Any) -> str:
-    """What a failed job printed last, or that it was not run."""
-    if state_of(job).failure_reason is JobFailureStatus.DEPENDENCY:
-        return f"\n{job.relpath} was not run: a job that it needs failed."
-    return f"\n{job.relpath} failed. The last lines of {job.stderr}:\n{last_lines(job.stderr)}"
-
-
-def last_lines(path: Path, count: int = SHOWN_LINES) -> str:
-    """The last lines of a log, or why there are none."""
-    try:
-        with path.open(errors="replace") as file:
-            return "".join(deque(file, count))
-    except OSError as error:
-        return f"(no log: {error})"
-
-
-uform_experiment = UFormExperiment.decorator
+uform_experiment: Callable[..., Callable] = UFormExperiment.decorator

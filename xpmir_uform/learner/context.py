@@ -1,6 +1,7 @@
 """Training state and context of a run: xpm-torch's, with checkpoints that nothing is lost of."""
 
 import logging
+import shutil
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -116,6 +117,17 @@ class UFormContext(TrainerContext):
                 self.state.path = self._commit(path)
             point(self.path / shelf.LAST, self.state.path.name)
             shelf.prune(self.path, self.steps, self.keep, self.planned)
+        self._look_ahead(self.state.path)
+
+    def _look_ahead(self, path: Path) -> None:
+        """Tells, as long as there is time to make room, that a checkpoint as large as this one would not fit."""
+        needed, free = shelf.size_of(path), shutil.disk_usage(path).free
+        if free < needed:
+            self.alert(
+                "full disk",
+                f"the next checkpoint takes about {needed:,} bytes, and {free:,} are free where {self.path} is: make "
+                "room, or it cannot be saved",
+            )
 
     def _commit(self, path: Path) -> Path:
         optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in self.state.optimizer.optimizers]

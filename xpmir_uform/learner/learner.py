@@ -371,6 +371,7 @@ class UFormLearner(Learner, ResumableTask):
     def _save(self, fabric) -> None:
         self.observer.sync()
         together(fabric, self.context.save_checkpoint)
+        self.observer.tell()
         self.watchdog.report()
 
     def _leave_if_asked(self, fabric) -> None:

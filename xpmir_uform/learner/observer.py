@@ -51,6 +51,11 @@ class Observer:
         if self.fabric.is_global_zero:
             self._recall()
             self.alerts.rewind(self.context.steps)
+        self.tell()
+
+    def tell(self) -> None:
+        """Keeps the alerts of the context, about what is no matter of a step."""
+        if self.fabric.is_global_zero:
             for name, message in self.context.alerts:
                 self.alerts.write(
                     Finding(name, None, None, message),

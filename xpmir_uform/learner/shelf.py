@@ -148,6 +148,11 @@ def set_aside(path: Path, reason: str, label: str = "damaged") -> Path:
     return target
 
 
+def size_of(path: Path) -> int:
+    """The bytes of the files of a checkpoint."""
+    return sum(file.stat().st_size for file in path.iterdir())
+
+
 def prune(folder: Path, step: int, keep: int, planned: Callable[[int], bool] = lambda step: True) -> None:
     """Removes all up to ``step`` but the newest ``keep``, and the newest ``keep`` of those that are planned.
 
