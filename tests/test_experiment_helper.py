@@ -68,7 +68,7 @@ def test_jobs_of_one_label_are_all_waited_for(tmp_path):
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_any_failed_job_fails_the_command_in_one_line_and_is_shown(tmp_path, capsys, failing):
+def test_any_failed_job_fails_the_command_and_is_shown(tmp_path, capsys, failing):
     log = tmp_path / "job.err"
     log.write_text("\n".join(f"line {i}" for i in range(100)) + "\nValueError: the reason\nCleaning up\n")
     with pytest.raises(FailedExperiment) as raised:

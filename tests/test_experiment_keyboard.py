@@ -13,7 +13,7 @@ import pytest
 LIMIT = 240
 """Seconds that anything may take on a busy machine"""
 
-TASKS = '''
+TASKS = """
 import signal
 import time
 from pathlib import Path
@@ -43,10 +43,10 @@ class Slow(ResumableTask):
                 raise GracefulTimeout("saved")
             time.sleep(0.05)
         Path("finished").touch()
-'''
+"""
 """``Slow`` runs until there is a file ``end``; it saves and leaves when it is asked ``patience`` times"""
 
-PLAN = '''
+PLAN = """
 from experimaestro.experiments import configuration
 from keyboard_tasks import Quick, Slow
 from xpmir_uform.experiments import ExperimentSettings, uform_experiment
@@ -64,7 +64,7 @@ def run(helper, settings: Plan):
     helper.submit("Slow", Slow.C(patience=settings.patience, end=str(helper.xp.workspace.path / "end")))
     helper.wait()
     print("all of it")
-'''
+"""
 
 
 @pytest.fixture

@@ -1,12 +1,14 @@
 """Alerts: each condition, once per episode, and the same after a resume."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
 from xpmir_uform import Alerts
 from xpmir_uform.data.checks import validate
 from xpmir_uform.learner.alerts import NAMES, AlertLog, Finding, Monitor
+from xpmir_uform.learner.context import UFormContext
 from xpmir_uform.learner.telemetry import Window, read_alerts
 
 WINDOW = 4
@@ -208,3 +210,14 @@ def test_which_alerts_end_the_task():
 def test_impossible_thresholds_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         validate(Alerts.C(**wrong))
+
+
+@pytest.mark.parametrize(("free", "told"), [(9, True), (10, False)])
+def test_a_checkpoint_that_would_not_fit_is_told_of_before_its_steps(tmp_path, monkeypatch, free, told):
+    (tmp_path / "model.safetensors").write_bytes(bytes(10))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+    alerts = []
+    context = SimpleNamespace(path=tmp_path, alert=lambda *alert: alerts.append(alert))
+    UFormContext._look_ahead(context, tmp_path)
+    assert [name for name, _ in alerts] == ["full disk"] * told
+    assert all("takes about 10 bytes, and 9 are free" in message for _, message in alerts)

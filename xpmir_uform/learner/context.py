@@ -117,7 +117,7 @@ class UFormContext(TrainerContext):
                 self.state.path = self._commit(path)
             point(self.path / shelf.LAST, self.state.path.name)
             shelf.prune(self.path, self.steps, self.keep, self.planned)
-        self._look_ahead(self.state.path)
+            self._look_ahead(self.state.path)
 
     def _look_ahead(self, path: Path) -> None:
         """Tells, as long as there is time to make room, that a checkpoint as large as this one would not fit."""
