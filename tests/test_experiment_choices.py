@@ -212,7 +212,7 @@ def test_bags_hold_what_the_teacher_thinks(pairs, tmp_path):
 
 def test_a_share_above_one_is_refused(pairs, tmp_path):
     with pytest.raises(ValueError, match=r"echo is 1\.5, expected a share"):
-        validate(RelevanceBags.C(judgements=Judgements.C(collection=pairs, path=tmp_path), echo=1.5))
+        validate(RelevanceBags.C(judgements=Judgements.C(collection=pairs, path=tmp_path, sha256="0" * 64), echo=1.5))
 
 
 PROBABILITIES = np.array([[0.9, 0.1], [0.6, 0.4], [0.2, 0.8], [0.7, 0.3]])

@@ -5,11 +5,21 @@ old identifier, unless the classes that use it get another ``Constant`` version.
 """
 
 import ast
+import importlib
 import json
+import pkgutil
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 
+import numpy as np
 import pytest
+from experimaestro import Config
+from safetensors.numpy import save_file
+
+import xpmir_uform
+from xpmir_uform import EmojiCollection, EmojiPairs, Judgements, UFormEncoder
+from xpmir_uform.data.checks import refuse_unnamed, validate
 
 ROOT = Path(__file__).parents[1]
 FROZEN = Path(__file__).parent / "assets" / "constants.json"
@@ -161,3 +171,71 @@ class Other:
         "m.Purpose.MASK": "7", "m.Purpose.DRAW": "1: auto()",
         "m.Other.f(b)": "2", "m.Other.f(c)": "3.5", "m.Other.f(e)": "-1",
     }  # fmt: skip
+
+
+# Places
+
+
+CONTENT = {
+    "Checkpoint.path": "Checkpoint.sha256 or task, compared with the manifest",
+    "Judgements.path": "Judgements.sha256, compared when read, or the task that writes it",
+    "PackagePairs.path": "PackagePairs.sha256, compared when read",
+}
+"""What names the content of each place that a configuration is given."""
+
+STRINGS = {"device", "backend", "force_resume", "id", "fail_on_alert"}
+"""Fields of text that identifiers leave out and that are no places."""
+
+
+def all_configs() -> Iterator[type[Config]]:
+    """Every configuration class of the package."""
+    for module in pkgutil.walk_packages(xpmir_uform.__path__, "xpmir_uform."):
+        importlib.import_module(module.name)
+    queue = [Config]
+    while queue:
+        for cls in queue.pop().__subclasses__():
+            queue.append(cls)
+            if cls.__module__.startswith("xpmir_uform.") and not cls.__name__.endswith("XPMConfig"):
+                yield cls
+
+
+def test_the_content_of_every_place_is_named():
+    """A place is not a part of identifiers: its content has to be."""
+    given = set()
+    for cls in all_configs():
+        for name, argument in cls.__getxpmtype__().arguments.items():
+            kind = str(argument.type).lower()
+            if (
+                argument.ignored
+                and not argument.generator
+                and ("path" in kind or ("str" in kind and name not in STRINGS))
+            ):
+                given.add(f"{cls.__name__}.{name}")
+    assert given == set(CONTENT)
+
+
+def test_judgements_that_nothing_names_are_refused(tmp_path):
+    collection = EmojiPairs.C(
+        collection=EmojiCollection.C(sha256="0" * 64, emoji_version="1", openmoji_version="1", languages=["en", "fr"])
+    )
+    with pytest.raises(ValueError, match="nothing names the content of"):
+        validate(Judgements.C(collection=collection, path=tmp_path / "file"))
+    save_file({"others": np.zeros((1, 1), np.int64)}, tmp_path / "file")
+    name = sha256((tmp_path / "file").read_bytes()).hexdigest()
+    named = Judgements.C(collection=collection, path=tmp_path / "file", sha256=name)
+    validate(named)
+    assert named.instance().read()["others"].shape == (1, 1)
+    save_file({"others": np.ones((1, 1), np.int64)}, tmp_path / "file")
+    with pytest.raises(ValueError, match="has the sha256"):
+        named.instance().read()
+    other = Judgements.C(collection=collection, path=tmp_path / "file", sha256="1" * 64)
+    assert other.__xpm__.identifier.all != named.__xpm__.identifier.all
+
+
+def test_weights_that_nothing_names_are_refused(tmp_path):
+    """Two loaders of two places would be one task."""
+    loader = UFormEncoder.C(depth=1, hidden=128).loader_config(tmp_path)
+    with pytest.raises(ValueError, match="nothing in an identifier names the weights at"):
+        refuse_unnamed([loader])
+    loader.__xpm__.task = loader
+    refuse_unnamed([loader])

@@ -1,7 +1,7 @@
 """Validation of configurations before they are submitted."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import isfinite
 from typing import Any, cast
 
@@ -75,6 +75,20 @@ def _check_complete(config: Config) -> None:
         raise ValueError(
             f"{kind.value_type.__name__} lacks {', '.join(missing)}, expected {missing[0]}=... in its .C(...)"
         )
+
+
+def refuse_unnamed(loaders: Iterable[Any]) -> None:
+    """Refuses init tasks whose weights nothing in an identifier names: the place of a file is not a part of it.
+
+    Raises:
+        ValueError: one is no output of a submitted task.
+    """
+    for loader in loaders:
+        if hasattr(loader, "path") and loader.__xpm__.task is None:
+            raise ValueError(
+                f"nothing in an identifier names the weights at {loader.path}: start from what a submitted task "
+                "returns (learned_model, listeners or checkpoints of a learner)"
+            )
 
 
 def _parts(value: Any) -> Iterator[Config]:

@@ -12,7 +12,7 @@ from xpm_torch import ModuleLoader
 from xpm_torch.experiments.helpers import LearningExperimentHelper
 from xpm_torch.learner import Learner, LearnerOutput
 
-from xpmir_uform.data.checks import validate
+from xpmir_uform.data.checks import refuse_unnamed, validate
 from xpmir_uform.experiments.jobs import attempts, failed, failure, history, job_of, lost, summary, watch
 from xpmir_uform.experiments.machine import check_devices, runs_here
 from xpmir_uform.experiments.reading import check_options, read_by, read_settings
@@ -111,6 +111,7 @@ class UFormExperiment(LearningExperimentHelper):
             ValueError: the task, or a configuration that it holds, is not legal, or this machine lacks its devices.
         """
         validate(task)
+        refuse_unnamed(kwargs.get("init_tasks", ()))
         if hasattr(task, "fabric_config"):
             check_devices(task.fabric_config, runs_here(launcher or self.xp.workspace.launcher))
         # experimaestro counts the failures of a task for ever, and passes over a task that has too many.

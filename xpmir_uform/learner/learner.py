@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from xpm_torch.metrics import Metrics, ScalarMetric
 from xpm_torch.optim import OptimizationHook
 from xpm_torch.trainers.context import StepTrainingHook, TrainState
 
-from xpmir_uform.data.checks import validate
+from xpmir_uform.data.checks import refuse_unnamed, validate
 from xpmir_uform.data.draws import Purpose, generator
 from xpmir_uform.data.fields import default
 from xpmir_uform.learner import checkpoint, shelf
@@ -151,6 +151,7 @@ class UFormLearner(Learner, ResumableTask):
             ValueError: the task, or a configuration that it holds, is not legal.
         """
         validate(self)
+        refuse_unnamed(cast(Any, self).__xpm__.init_tasks)
         learned_model = dep(self.model.loader_config(self.last_checkpoint_path))
         add_action(self.model.export_action(learned_model, default_name="last"))
         last = Checkpoint.C(path=self.last_checkpoint_path, task=self._task_name())

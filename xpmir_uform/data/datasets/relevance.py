@@ -5,13 +5,16 @@ Letters: P pairs, M wrong documents of each.
 
 from collections.abc import Sequence
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 from experimaestro import Config, Constant, Meta, Param
-from safetensors.numpy import load_file
+from safetensors.numpy import load
 
 from xpmir_uform.data import draws
+from xpmir_uform.data.checks import check_sha256
 from xpmir_uform.data.choices import ChoiceSet, right
 from xpmir_uform.data.datasets.pairs import Pair, PairCollection
 from xpmir_uform.data.datasets.splits import kin
@@ -82,6 +85,29 @@ class Judgements(Config):
     path: Meta[Path]
     """The file, of safetensors"""
 
+    sha256: Param[str] = default("")
+    """Of the file; empty: the task that writes it names its content"""
+
+    def __validate__(self):
+        if not self.sha256 and cast(Any, self).__xpm__.task is None:
+            raise ValueError(
+                f"nothing names the content of {self.path}, expected its sha256, or the output of RelevanceScoring"
+            )
+        if self.sha256:
+            check_sha256("sha256", self.sha256)
+
+    def read(self) -> dict[str, np.ndarray]:
+        """The arrays of the file.
+
+        Raises:
+            ValueError: it is not the one that ``sha256`` names.
+        """
+        data = Path(self.path).read_bytes()
+        found = sha256(data).hexdigest()
+        if self.sha256 and found != self.sha256:
+            raise ValueError(f"{self.path} has the sha256 {found}, expected {self.sha256}: restore that file")
+        return load(data)
+
 
 class RelevanceBags(BagSource):
     """A bag is a training query with its document, and again with a wrong one; the targets are a teacher's answers.
@@ -110,7 +136,7 @@ class RelevanceBags(BagSource):
     @cached_property
     def table(self) -> dict[str, np.ndarray]:
         """What the teacher wrote."""
-        return load_file(self.judgements.path)
+        return self.judgements.read()
 
     def __len__(self) -> int:
         return len(self.pairs)
