@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from xpmir_uform import AudioShape, Augmentation, ImageShape, Item, Modality, VideoShape
+from xpmir_uform import AudioShape, Augmentation, Bag, BagSampler, BagSource, ImageShape, Item, Modality, VideoShape
 from xpmir_uform.data.augmentation import delayed, shifted, thinned
 from xpmir_uform.data.checks import validate
 from xpmir_uform.data.decoding import decode
 from xpmir_uform.data.decoding.audio import GAIN
 from xpmir_uform.data.draws import Purpose, generator
+from xpmir_uform.trainer.loader import StepDataset
 
 SHAPE = {Modality.IMAGE: ImageShape.C(patch_side=4, max_side=8).instance()}
 
@@ -44,6 +45,29 @@ def test_draws_are_keyed_by_seed_step_and_item(picture, params):
     assert same(augmented(item, **params), augmented(item, **params))
     others = [augmented(item, step=step, **params) for step in range(1, 8)] + [augmented(item, seed=2, **params)]
     assert not all(same(augmented(item, **params), other) for other in others)
+
+
+class Sentence(BagSource):
+    """One text."""
+
+    __xpmid__ = "test.augmented-sentence"
+
+    def __len__(self):
+        return 1
+
+    def bag(self, index, seed, epoch):
+        return Bag((Item.text("a rather long text, of which some bytes go"),))
+
+
+def test_a_training_step_augments_by_its_own_number():
+    sampler = BagSampler.C(source=Sentence.C()).instance()
+    sampler.initialize(np.random.RandomState(0))
+    augmentation = Augmentation.C(drop=0.3).instance()
+    steps = StepDataset(sampler, 1, {}, augmentation=augmentation)
+    for number in (0, 1, 2):
+        (found,) = steps[number].segments
+        assert same(found, augmentation.decode(steps[number].batch.item(0), {}, sampler.seed, number))
+    assert not same(steps[0].segments[0], steps[1].segments[0])
 
 
 def test_a_picture_moves_and_its_border_is_repeated():
