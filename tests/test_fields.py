@@ -664,7 +664,10 @@ NAMED = {
     "MultimodalRetrieval": dict.fromkeys(
         ("emoji", "queries", "documents"), "test_data_multimodal.py::test_all_directions_search_the_held_out_emoji"
     ),
-    "Judgements": {"collection": "test_experiment_choices.py::test_bags_hold_what_the_teacher_thinks"},
+    "Judgements": {
+        "collection": "test_experiment_choices.py::test_bags_hold_what_the_teacher_thinks",
+        "sha256": "test_identity_constants.py::test_judgements_that_nothing_names_are_refused",
+    },
     "RelevanceBags": dict.fromkeys(
         ("judgements", "echo"), "test_experiment_choices.py::test_bags_hold_what_the_teacher_thinks"
     ),
