@@ -19,6 +19,7 @@ SOURCE = uform.EmojiCollection.C(
     sha256="0" * 64, emoji_version="2.16.0", openmoji_version="17.0.0", languages=["en", "fr", "de"]
 )
 PAIRS = uform.PackagePairs.C(sha256="0" * 64, path=Path("packages"))
+JUDGEMENTS = {"collection": PAIRS, "path": Path("judgements"), "sha256": "0" * 64}
 EMOJI = {
     "collection": SOURCE,
     "speech_sha256": "1" * 64,
@@ -60,7 +61,12 @@ GIVEN = {
     "MultimodalRetrieval": {"emoji": uform.MultimodalEmoji.C(**EMOJI), "queries": "text", "documents": "image"},
     "PackagePairs": {"sha256": "0" * 64, "path": Path("packages")},
     "PairRetrieval": {"collection": PAIRS},
-    "RelevanceBags": {"judgements": uform.Judgements.C(collection=PAIRS, path=Path("judgements"))},
+    "RelevanceBags": {"judgements": uform.Judgements.C(**JUDGEMENTS)},
+    "RelevanceChoices": {"collection": PAIRS},
+    "PairBags": {"collection": PAIRS},
+    "EmojiPairs": {"collection": SOURCE},
+    "LanguageBags": {"collection": SOURCE},
+    "LanguageChoices": {"collection": SOURCE},
     "RelevanceScoring": {"model": uform.UFormEncoder.C(**MODEL), "collection": PAIRS},
     "RetrievalEvaluation": {"model": uform.UFormEncoder.C(**MODEL), "retrievals": {}},
     "RetrievalValidation": {
@@ -75,7 +81,7 @@ GIVEN = {
     "LinearWithWarmup": {"num_warmup_steps": 2},
     "LinearWithWarmupAndMaxEpochs": {"num_warmup_steps": 2},
     "CosineWithWarmup": {"num_warmup_steps": 2},
-    "Judgements": {"collection": PAIRS, "path": Path("judgements")},
+    "Judgements": JUDGEMENTS,
 }  # fmt: skip
 """What a configuration needs to be legal"""
 
