@@ -286,9 +286,6 @@ def test_the_first_of_equal_vectors_takes_the_gradient(backend, listed):
     pairs = torch.tensor([[1, 4], [0, 0], [1, 2], [0, 1], [0, 3]]) if listed else None
     for seed in range(6 if backend == "triton" else 40):
         queries, query_offsets, documents, document_offsets = alike(seed)
-        documents[0] = documents[0].abs() * 0.0
-        if len(documents) > 1:
-            documents[1] = -0.0 * documents[1].abs()
         device = device_of(backend)
         tokens = documents.to(device).requires_grad_()
         ends = query_offsets.to(device), document_offsets.to(device)
@@ -316,6 +313,17 @@ def test_a_vector_that_shares_a_hash_is_compared_in_full(monkeypatch):
     documents = torch.tensor([[1.0, 2.0], [2.0, 1.0], [1.0, 2.0], [1.0, 2.0], [2.0, 1.0], [2.0, 1.0]])
     rows, firsts = screen.equal_rows(documents, offsets(3, 3))
     assert (rows.tolist(), firsts.tolist()) == ([0, 2, 4, 5], [0, 0, 4, 4])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_zeros_of_both_signs_are_equal_and_documents_are_apart(dtype):
+    from uform_kernels.maxsim import screen
+
+    documents = torch.tensor([[0.0, 1.0], [2.0, 1.0], [-0.0, 1.0], [0.0, 1.0]], dtype=dtype)
+    before = documents.clone()
+    rows, firsts = screen.equal_rows(documents, offsets(3, 1))
+    assert (rows.tolist(), firsts.tolist()) == ([0, 2], [0, 0])
+    assert torch.equal(documents, before)
 
 
 @pytest.mark.parametrize("value", [-INF, 0.0])

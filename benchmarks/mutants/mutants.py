@@ -45,7 +45,7 @@ MUTANTS = (
     Mutant("kernels", "a mirrored tile is counted once", PAIR + "tiles.py", "own + mirrored, 1 + tile.mirrored)", "own + mirrored, 1)", ("test_kernel_pair_loss.py",)),
     Mutant("kernels", "MaxSim is not divided by the query's tokens", MAXSIM + "packing.py", "    if normalize:\n        lengths", "    if not normalize:\n        lengths", ("test_kernel_maxsim.py",)),
     Mutant("kernels", "equal vectors keep their own gradients", MAXSIM + "screen.py", "        if not len(rows):\n            return grad, None", "        if True:\n            return grad, None", ("test_kernel_screen.py",)),
-    Mutant("kernels", "-0.0 and 0.0 differ", MAXSIM + "screen.py", "return (vectors + 0.0)", "return vectors", ("test_kernel_screen.py",)),
+    Mutant("kernels", "-0.0 and 0.0 differ", MAXSIM + "screen.py", "return (vectors + 0.0)", "return vectors.clone()", ("test_kernel_screen.py",)),
     Mutant("kernels", "a shared hash is believed", MAXSIM + "screen.py", "torch.cat([owners[rows, None], bits_of(documents[rows])], dim=1)", "owners[rows, None]", ("test_kernel_screen.py",)),
     Mutant("kernels", "a NaN that nothing depends on spoils gradients", MAXSIM + "screen.py", "marked & (grad != 0)", "marked", ("test_kernel_screen.py",)),
     Mutant("kernels", "a choice of probability 0 costs", "kernels/uform_kernels/choice_loss/chunked.py", "losses = torch.where(targets > 0, targets * (log_total - shifted), 0)", "losses = targets * (log_total - shifted)", ("test_kernel_choice_loss.py",)),
@@ -95,6 +95,6 @@ MUTANTS = (
     Mutant("index", "vectors are not of length one", EXPORT + "index/shards.py", 'found["pooled"] = unit(embeddings).half().cpu()', 'found["pooled"] = embeddings.half().cpu()', ("test_index.py",)),
     Mutant("export", "the program turns positions the other way", EXPORT + "program.py", "torch.stack([even * cosine - odd * sine, even * sine + odd * cosine], dim=-1)", "torch.stack([even * cosine + odd * sine, odd * cosine - even * sine], dim=-1)", ("test_export_program.py",)),
     Mutant("export", "damaged weights are saved", EXPORT + "pretrained.py", "        if said:\n            raise ValueError(f\"{weights} {said}: it is damaged", "        if False:\n            raise ValueError(f\"{weights} {said}: it is damaged", ("test_export.py", "test_learner_outputs.py", "test_export_checkpoint.py")),
-    Mutant("export", "a folder's model of any sizes is made", EXPORT + "pretrained.py", "    if model.depth * BLOCK_TENSORS > len(header):", "    if False:", ("test_export_hostile.py", "test_export.py")),
+    Mutant("export", "of several best checkpoints one is taken", EXPORT + "pretrained.py", "        if step is not None or len(kept) != 1:", "        if step is not None:", ("test_export_checkpoint.py",)),
 )
 # fmt: on
