@@ -1,6 +1,7 @@
 """What tests of several layers share."""
 
 import os
+import signal
 from fractions import Fraction
 from io import BytesIO
 
@@ -14,6 +15,11 @@ from experimaestro.xpmutils import DirectoryContext
 if not torch.cuda.is_available():
     # Read when a kernel is defined: Triton kernels then run in its interpreter, on CPU tensors.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# What starts the tests, such as nohup or a shell in the background, may have told them to ignore what a person sends.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 # Tiny tensors: on a busy machine a second thread costs more than it gives.
 torch.set_num_threads(1)

@@ -157,19 +157,8 @@ def test_a_job_that_is_done_says_since_when(tmp_path):
 # --- Signals
 
 
-@pytest.fixture
-def heeded():
-    """Signals as in a shell: what starts the tests, such as nohup, may have told them to ignore some."""
-    before = {
-        number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_ends_with_the_status_of_a_shell(tmp_path, number, status, heeded):
+def test_a_signal_ends_with_the_status_of_a_shell(tmp_path, number, status):
     before = signal.getsignal(number)
     with pytest.raises(Stopped) as raised, signals_raised(tmp_path / "log"):
         signal.raise_signal(number)
@@ -177,7 +166,7 @@ def test_a_signal_ends_with_the_status_of_a_shell(tmp_path, number, status, heed
     assert signal.getsignal(number) is before
 
 
-def test_a_terminal_that_hangs_up_again_is_no_second_signal(tmp_path, heeded):
+def test_a_terminal_that_hangs_up_again_is_no_second_signal(tmp_path):
     with signals_raised(tmp_path / "log"):
         with pytest.raises(Stopped):
             signal.raise_signal(signal.SIGTERM)
