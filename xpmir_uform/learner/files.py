@@ -1,5 +1,6 @@
 """Files that are whole or absent, whenever the process is killed."""
 
+import ctypes
 import errno
 import fcntl
 import logging
@@ -17,6 +18,12 @@ logger = logging.getLogger(__name__)
 
 LINKLESS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 """What a file system without symbolic links answers."""
+
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+"""Of Linux's ``renameat2``: paths are of the working folder; names are exchanged."""
+
+SWAPLESS = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
+"""What a system or a file system answers that cannot exchange two names."""
 
 UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 """What a file system without locks answers; NFS has none of folders."""
@@ -81,6 +88,14 @@ def _exchange(part: Path, path: Path) -> None:
     """Renames ``part`` to ``path``; what was there goes once the new one has its name, and is put back if it fails."""
     gone = path.with_name(f".{path.name}.gone")
     remove(gone)
+    if path.is_dir() and not path.is_symlink():
+        # Whoever opens ``part`` while it is the older folder is to find it locked.
+        with _open_folder(path) as descriptor:
+            lock(descriptor, path)
+            if swap(part, path):
+                os.rename(part, gone)
+                remove(gone)
+                return
     older = os.path.lexists(path)
     if older:
         os.rename(path, gone)
@@ -93,6 +108,32 @@ def _exchange(part: Path, path: Path) -> None:
     remove(gone)
 
 
+def swap(one: Path, other: Path) -> bool:
+    """Exchanges the names of two files or folders at once, so that there is no moment without either.
+
+    Returns:
+        False: the system or the file system cannot (it is Linux's ``renameat2``); nothing was touched.
+    """
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), ctypes.c_uint(RENAME_EXCHANGE)) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in SWAPLESS:
+        return False
+    raise OSError(code, os.strerror(code), str(one), None, str(other))
+
+
+@contextmanager
+def _open_folder(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 @contextmanager
 def _held(part: Path) -> Iterator[Path]:
     """Holds the folder ``part``, which is made if it is not there, for this process alone."""
@@ -100,15 +141,12 @@ def _held(part: Path) -> Iterator[Path]:
         if part.is_symlink() or not part.is_dir():
             remove(part)
             part.mkdir(parents=True)
-        descriptor = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
+        with _open_folder(part) as descriptor:
             lock(descriptor, part)
             # Whoever held it may have committed it since it was opened.
             if part.is_dir() and os.path.samestat(os.fstat(descriptor), part.stat()):
                 yield part
                 return
-        finally:
-            os.close(descriptor)
 
 
 class Occupied(RuntimeError):
