@@ -142,6 +142,34 @@ def test_a_zero_row_has_no_direction_and_no_gradient():
     assert rows.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("scale", [1e-37, 1e-25, 1e-20, 1e18, 1e20, 3e37])
+def test_a_row_of_any_norm_has_a_direction(scale):
+    rows = (torch.tensor([[3.0, -4.0], [0.0, 0.0]]) * scale).requires_grad_()
+    out = unit(rows)
+    assert out.tolist() == [[pytest.approx(0.6), pytest.approx(-0.8)], [0.0, 0.0]]
+    out[:, 0].sum().backward()
+    # d(x / |x|) / dx = y^2 / |x|^3
+    assert rows.grad[0, 0] * scale == pytest.approx(16 / 125)
+    assert rows.grad[1].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_is_not_hidden(bad):
+    assert unit(torch.tensor([[bad, 1.0]])).isnan().any()
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 300.0])
+def test_scaling_changes_no_bit_of_an_ordinary_row(scale):
+    rows = torch.randn(500, 48, generator=torch.Generator().manual_seed(5)) * scale
+    plain, scaled = rows.clone().requires_grad_(), rows.clone().requires_grad_()
+    expected = plain * plain.square().sum(dim=1, keepdim=True).rsqrt()
+    found = unit(scaled)
+    assert torch.equal(found, expected)
+    for each in (found, expected):
+        each.square().mul(torch.arange(48)).sum().backward()
+    assert torch.equal(plain.grad, scaled.grad)
+
+
 def test_the_gradient_of_a_unit_row_is_that_of_finite_differences():
     assert torch.autograd.gradcheck(unit, torch.randn(4, 3, dtype=torch.float64, requires_grad=True))
 

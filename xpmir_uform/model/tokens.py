@@ -10,11 +10,18 @@ WIDTH_MULTIPLE = 8
 
 
 def unit(rows: Tensor) -> Tensor:
-    """Rows (n, W) of length one, formed in float32 or wider; a zero row stays zero and has gradient zero."""
+    """Rows (n, W) of length one, formed in float32 or wider; a zero row stays zero and has gradient zero.
+
+    Rows are divided by a power of two first, which changes no bit but those that would overflow or vanish when squared.
+    A row of subnormal numbers alone counts as zero, as in ``uform_kernels``: some devices take them for zeros.
+    """
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    squares = wide.square().sum(dim=1, keepdim=True)
-    empty = squares == 0
-    return torch.where(empty, 0.0, wide * torch.where(empty, 1.0, squares).rsqrt())
+    largest = wide.detach().abs().amax(dim=1, keepdim=True)
+    real = ~(largest < torch.finfo(wide.dtype).tiny)  # true of NaN, which is to stay NaN
+    exponents = torch.frexp(torch.where(real, largest, 1.0)).exponent - 1
+    scaled = torch.where(real, wide, 0.0) / torch.exp2(exponents.to(wide.dtype))
+    squares = scaled.square().sum(dim=1, keepdim=True)
+    return torch.where(real, scaled * torch.where(real, squares, 1.0).rsqrt(), 0.0)
 
 
 class TokenProjection(nn.Module):
