@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -40,7 +41,7 @@ from xpmir_uform import (
 )
 from xpmir_uform.learner import checkpoint, files, manifest, signals
 from xpmir_uform.learner.lock import Occupied, only_one
-from xpmir_uform.learner.together import LOST, ranks_explained
+from xpmir_uform.learner.together import LOST, Member, lost, ranks_explained
 from xpmir_uform.trainer.loader import iterate_steps
 from xpmir_uform.trainer.workers import PASSED_OVER, begin_worker
 
@@ -491,6 +492,16 @@ def test_a_dead_rank_ends_the_other(tmp_path):
     assert statuses == [20, -signal.SIGKILL]
     assert taken < 40
     assert last_step(tmp_path) == 4
+    told = (tmp_path / "rank-0.txt").read_text()
+    assert re.search(r"rank 0 of 2 ends, since rank 1 \(process \d+ on \S+\) was lost .*run the task again", told)
+
+
+def test_a_rank_of_another_machine_is_named_where_those_of_this_one_live():
+    here, there = Member(0, socket.gethostname(), os.getpid()), Member(1, "elsewhere", 1)
+    assert lost([here, there], 0.0) == (
+        "rank 1 (process 1 on elsewhere) was lost or did not answer: the processes on this machine live"
+    )
+    assert lost([here], 0.0) == "another rank was lost or did not answer"
 
 
 @pytest.mark.parametrize("text", ["[gloo/transport] Connection closed by peer [::1]:4", "NCCL error: unhandled"])

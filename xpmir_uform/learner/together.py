@@ -3,15 +3,19 @@
 import faulthandler
 import os
 import re
+import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, TypeVar
 
+import psutil
 import torch
+import torch.distributed as dist
 
 from xpmir_uform.batching.prediction import devices
 
@@ -53,16 +57,63 @@ def ranks_explained(fabric: Any) -> Iterator[None]:
     Raises:
         RuntimeError: in place of the transport's own.
     """
+    members = meet(fabric)
     try:
         yield
     except RuntimeError as error:
         if fabric.world_size == 1 or not TRANSPORT.search(f"{type(error).__name__} {error}"):
             raise
         raise RuntimeError(
-            f"rank {fabric.global_rank} of {fabric.world_size} ends, since another rank was lost or did not answer "
+            f"rank {fabric.global_rank} of {fabric.world_size} ends, since {lost(members)} "
             f"({error}). The log of that rank says why; without one, memory may have run out or its machine is gone. "
             "Nothing that was saved is lost: run the task again"
         ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A rank and its process."""
+
+    rank: int
+    host: str
+    process: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (process {self.process} on {self.host})"
+
+    def gone(self) -> bool:
+        """Whether the process has ended; to be asked on its own machine."""
+        try:
+            return psutil.Process(self.process).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        except psutil.NoSuchProcess:
+            return True
+
+
+def meet(fabric: Any) -> list[Member]:
+    """All ranks, as long as they are there to be asked; empty where they are not connected."""
+    if fabric.world_size == 1 or not dist.is_initialized():
+        return []
+    members: list[Any] = [None] * fabric.world_size
+    dist.all_gather_object(members, Member(fabric.global_rank, socket.gethostname(), os.getpid()))
+    return members
+
+
+def lost(members: Sequence[Member], patience: float = 2.0) -> str:
+    """Which rank was lost, in words.
+
+    Args:
+        patience: seconds that are waited for a process of this machine to end: its connections close before.
+    """
+    here = [member for member in members if member.host == socket.gethostname()]
+    deadline = monotonic() + patience
+    while not (gone := [str(member) for member in here if member.gone()]) and here and monotonic() < deadline:
+        sleep(0.05)
+    if gone:
+        return f"{' and '.join(gone)} {'was' if len(gone) == 1 else 'were'} lost"
+    others = [str(member) for member in members if member not in here]
+    if others:
+        return f"{' or '.join(others)} was lost or did not answer: the processes on this machine live"
+    return "another rank was lost or did not answer"
 
 
 def any_rank(fabric: Any, flag: bool) -> bool:
