@@ -297,6 +297,7 @@ class UFormLearner(Learner, ResumableTask):
     def iter_train(self, fabric) -> Iterator[TrainState]:
         """Trains, and yields the state at the end of each epoch, its metrics logged and its checkpoint saved."""
         self.context.load_bestcheckpoint(self.max_epochs)
+        self.context.curves.open()
         self.observer.resume()
         # A model that cannot be saved fails here, not after an epoch.
         self._save(fabric)
@@ -397,6 +398,8 @@ class UFormLearner(Learner, ResumableTask):
             metrics: dict[str, float] = {}
             for listener in self.listeners:
                 listener.update_metrics(metrics)
+            for name, value in metrics.items():
+                self.context.metrics_logger.log_scalar(name, value, self.context.steps)
             self.context.metrics_logger.log_hparams(getattr(self, "__tags__", {}), metrics)
             self.context.metrics_logger.close()
         fabric.barrier()

@@ -6,6 +6,7 @@ from dataclasses import replace
 from time import perf_counter
 
 import torch
+from xpm_torch.metrics import ScalarMetric
 from xpm_torch.optim import GradientHook, ScheduledOptimizer
 
 from xpmir_uform.learner import guard
@@ -54,7 +55,11 @@ class Optimizers(ScheduledOptimizer):
             if self.outcome.skipped:
                 # torch takes a first step that was skipped for a wrong order of calls.
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-            super().scheduler_step(context)
+            for name, rate in self.outcome.rates.items():
+                context.add_metric(ScalarMetric(f"learning_rate/{name}", rate, 1))
+            for scheduler in filter(None, self.schedulers):
+                scheduler.step()
+        self.scheduler_steps += 1
 
     def _step(
         self, context: UFormContext, optimizers: list[torch.optim.Optimizer], outcome: guard.Outcome

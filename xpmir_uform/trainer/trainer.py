@@ -247,6 +247,8 @@ class UFormTrainer(LossTrainer):
         )
         if self.sampler.on_bad_item == "skip":
             self.context.add_metric(ScalarMetric("unreadable_items", len(loaded.unreadable), 1))
+        total = sum(loss.weight * values[loss.NAME].value.item() for loss in self.losses)
+        self.context.add_metric(ScalarMetric("loss", total, len(loaded.batch)))
         for name, value in values.items():
             self.context.add_metric(ScalarMetric(name, value.value.item(), len(loaded.batch)))
             for key, number in value.stats.items():

@@ -161,7 +161,10 @@ def configuration(name: str, key: Any, objects: Mapping[Any, Mapping[str, Any]],
 
 
 def read_histories(job: Path, task: Setting | None) -> dict[str, dict[str, dict[str, float]]]:
-    """What each validation found, by its id, then epoch and measure; what cannot be read is left out."""
+    """What each listener recorded in its ``history.json``, by its id, then epoch and measure.
+
+    What cannot be read, and what is no number, is left out.
+    """
     listeners = [child for child in (task.children if task else ()) if child.name == "listeners"]
     names = {
         listener.name: field.value.strip('"')
@@ -172,8 +175,14 @@ def read_histories(job: Path, task: Setting | None) -> dict[str, dict[str, dict[
     histories = {}
     for path in sorted(job.glob("out/listeners/*/history.json")):
         try:
-            history = {epoch: dict(values) for epoch, values in json.loads(read_bytes(path)).items() if int(epoch) >= 0}
+            content = json.loads(read_bytes(path)).items()
+            history = {epoch: numbers(values) for epoch, values in content if int(epoch) >= 0}
         except (OSError, ValueError, TypeError, AttributeError, RecursionError):
             continue
         histories[names.get(path.parent.name, path.parent.name)] = history
     return histories
+
+
+def numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """The values that can be drawn."""
+    return {name: value for name, value in values.items() if type(value) in (int, float)}
