@@ -40,7 +40,7 @@ def line(step, total=300, bad=()):
     return {
         "step": step, "epoch": 1 + (step - 1) // 100, "time": START + 0.06 * step,
         "loss": loss, "losses": {"contrastive": loss, "masked": loss / 2},
-        "stats": {"contrastive/positive": 1 - loss / 3},
+        "stats": {"contrastive/positive": 1 - loss / 3}, "lacking": {},
         "learning_rate": {"1/1": 1e-3 * min(1, step / 30), "2/1": 5e-4},
         "phase": {"1/1": "warmup" if step < 30 else "decay"},
         "gradient_norm": {"before": before, "after": after}, "clipped": before > 5, "skipped": step in bad,
