@@ -64,12 +64,14 @@ def image_files():
     smooth = Image.fromarray(np.add.outer(np.arange(90), np.arange(150)).astype(np.uint8)).convert("RGB")
     alpha = Image.fromarray(draw.integers(0, 256, (20, 31), dtype=np.uint8))
     deep = draw.integers(0, 1 << 16, (20, 31), dtype=np.uint16)
+    large = Image.fromarray(draw.integers(0, 256, (330, 500, 3), dtype=np.uint8))
     turned = Image.Exif()
     turned[0x0112] = 6
     transparent = smooth.resize((31, 20))
     transparent.putalpha(alpha)
     return [
         *(bytes_of(picture) for picture in colours),
+        bytes_of(large),
         bytes_of(smooth, "JPEG", quality=95),
         bytes_of(smooth, "JPEG", exif=turned),
         bytes_of(smooth.convert("CMYK"), "JPEG"),
