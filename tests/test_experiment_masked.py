@@ -97,7 +97,7 @@ def test_a_gain_needs_several_seeds_that_agree():
 class Words(BagSource):
     """One pair of words."""
 
-    __xpmid__ = "test.words"
+    __xpmid__ = "test.pair-of-words"
 
     def __len__(self):
         return 1

@@ -13,7 +13,7 @@ from xpm_torch.actions import DirectInteraction
 from xpm_torch.huggingface import TorchHFHub
 
 from xpmir_uform import Item, PooledHead, UFormEncoder, load_model, save_model
-from xpmir_uform.learner import manifest, shelf
+from xpmir_uform.learner import files, manifest, shelf
 from xpmir_uform.learner.journal import read as read_journal
 from xpmir_uform.model.files import save_weights
 
@@ -88,7 +88,8 @@ def test_the_action_of_experimaestro_saves_in_the_same_way(tmp_path):
     assert load_model(tmp_path / "model").seed == 5
 
 
-def test_an_older_model_is_there_until_the_new_one_is(tmp_path, monkeypatch):
+@pytest.mark.parametrize("exchange", [True, False])
+def test_an_older_model_is_there_until_the_new_one_is(tmp_path, monkeypatch, exchange):
     folder = saved(tmp_path)
     before = content(folder)
     rename = os.rename
@@ -98,7 +99,13 @@ def test_an_older_model_is_there_until_the_new_one_is(tmp_path, monkeypatch):
             raise OSError(5, "I/O error")
         rename(source, target)
 
+    def swap(one, other):
+        if exchange:
+            raise OSError(5, "I/O error")
+        return False
+
     monkeypatch.setattr(os, "rename", fail)
+    monkeypatch.setattr(files, "swap", swap)
     with pytest.raises(OSError, match="I/O error"):
         save_model(trained(tmp_path / "other", 2), folder)
     assert content(folder) == before

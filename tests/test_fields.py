@@ -145,7 +145,7 @@ def augmented(files, **params):
 class Words(BagSource):
     """Texts, two of which are equal; one of another is not UTF-8."""
 
-    __xpmid__ = "test.words"
+    __xpmid__ = "test.field-words"
 
     word: Config = None
 

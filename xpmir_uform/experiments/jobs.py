@@ -37,8 +37,11 @@ def state_of(job: Any) -> Any:
 
 
 def ended(job: Any) -> bool:
-    """Whether nothing more will happen to a job: it has ended, or the scheduler has lost it."""
-    return state_of(job).finished() or lost(job)
+    """Whether nothing more will happen to a job: it has ended, or the scheduler has lost it.
+
+    Until the scheduler is done with a job, its state may be an older one: it reads the file of an earlier attempt.
+    """
+    return job.finalState().done()
 
 
 def lost(job: Any) -> bool:
@@ -46,7 +49,7 @@ def lost(job: Any) -> bool:
 
     It ends so when it cannot write what became of the job, on a full disk for one.
     """
-    return job.finalState().done() and not state_of(job).finished()
+    return ended(job) and not state_of(job).finished()
 
 
 def failed(job: Any) -> bool:
