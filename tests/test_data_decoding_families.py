@@ -93,6 +93,18 @@ def test_the_limit_holds_for_the_whole_chain(name, subtype):
         heard(chain, max_seconds=1.5)
 
 
+@pytest.mark.parametrize(("name", "subtype"), [("OGG", "OPUS"), ("FLAC", "PCM_16")])
+def test_chains_of_very_many_files_are_refused(name, subtype, monkeypatch):
+    """However short each is: opening one costs more than decoding it."""
+    part = sound_file(name, subtype, 0.001)
+    with pytest.raises(UnreadableItem, match="a chain of more than 1024 files"):
+        heard(part * 1025)
+    monkeypatch.setattr("xpmir_uform.data.decoding.chains.MOST_PARTS", 3)
+    assert len(parts_of(part * 3)) == 3
+    with pytest.raises(ValueError, match="a chain of more than 3 files"):
+        parts_of(part * 4)
+
+
 @pytest.mark.parametrize(("name", "subtype"), [("OGG", "VORBIS"), ("FLAC", "PCM_16")])
 def test_a_damaged_later_part_is_damage(name, subtype):
     first, second = sound_file(name, subtype, 0.5), sound_file(name, subtype, 0.5)

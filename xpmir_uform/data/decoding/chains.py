@@ -3,12 +3,13 @@
 - Ogg (Vorbis, Opus, FLAC, Speex, Theora): RFC 3533, section 4, "sequential multiplexing (chaining)";
 - FLAC without a container: what radio recorders and ``cat`` make; each part begins with its own STREAMINFO block.
 
-MPEG audio, ADTS and MPEG transport streams are sequences of frames: their readers need no help.
+ADTS and MPEG transport streams are sequences of frames: their readers need no help. A chain of MPEG audio whose later
+parts begin with tags is refused by its reader.
 """
 
 import re
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import islice, pairwise
 
 FIRST_PAGE = 0x02
 """The flag of the first page of a logical stream in the header of an Ogg page (RFC 3533, section 6)."""
@@ -17,10 +18,21 @@ STREAMINFO = re.compile(rb"fLaC[\x00\x80]\x00\x00\x22")
 """The beginning of a FLAC stream: its marker, then the header of a STREAMINFO block of 34 bytes (RFC 9639, 8.1)."""
 
 
+MOST_PARTS = 1 << 10
+"""A chain of more files is refused: each costs some milliseconds, however short it is."""
+
+
 def parts_of(content: bytes) -> list[bytes]:
-    """The files that ``content`` is a chain of, in their order; itself alone if it is no chain."""
+    """The files that ``content`` is a chain of, in their order; itself alone if it is no chain.
+
+    Raises:
+        ValueError: they are more than ``MOST_PARTS``.
+    """
     starts = _ogg_starts(content) if content.startswith(b"OggS") else _flac_starts(content)
-    bounds = [0, *(start for start in starts if start > 0), len(content)]
+    later = list(islice((start for start in starts if start > 0), MOST_PARTS))
+    if len(later) == MOST_PARTS:
+        raise ValueError(f"it is a chain of more than {MOST_PARTS} files")
+    bounds = [0, *later, len(content)]
     return [content[start:stop] for start, stop in pairwise(bounds)]
 
 
