@@ -2,6 +2,7 @@
 
 import json
 import os
+import struct
 import sys
 from io import BytesIO, StringIO
 from pathlib import Path
@@ -10,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import normalize
 
 from xpmir_uform import ImageShape, Item, Modality, PooledHead, TokenHead, UFormEncoder, save_model
 from xpmir_uform.commands import main
 from xpmir_uform.data.disk import describe, seal
 from xpmir_uform.export.index import Document, Index, build_index, building, nearest, read_collection
+from xpmir_uform.export.index.graph import graph_nearest, open_graph
 from xpmir_uform.export.index.shards import Shard, shard_tensors, write_shard
 from xpmir_uform.learner.files import Occupied
 
@@ -207,8 +209,96 @@ def test_a_graph_that_is_cut_or_of_another_index_is_refused(model, tmp_path):
             Index(folder, model)
     (folder / "pooled.usearch").write_bytes((tmp_path / "other" / "pooled.usearch").read_bytes())
     reseal(folder)
-    with pytest.raises(ValueError, match=r"pooled\.usearch is no graph of 9 documents: build the index again"):
+    with pytest.raises(ValueError, match=r"pooled\.usearch is no whole graph of 9 documents .*: build the index again"):
         Index(folder, model)
+
+
+GRAPH_HEAD = 8 + 2 * 8 * 300
+
+
+def number(place, value, form="<Q"):
+    return lambda data: struct.pack_into(form, data, place, value)
+
+
+def first_node(data):
+    """Where the nodes of a graph of 300 vectors begin."""
+    return GRAPH_HEAD + 64 + 40 + 2 * 300
+
+
+HOSTILE_GRAPHS = {
+    "more vectors than there are": number(0, 1 << 30, "<I"),
+    "longer vectors than there are": number(4, 1 << 30, "<I"),
+    "another library": lambda data: data.__setitem__(GRAPH_HEAD, 0),
+    "another type of vectors": lambda data: data.__setitem__(GRAPH_HEAD + 14, 11),
+    "more documents": number(GRAPH_HEAD + 17, 1 << 40),
+    "wider vectors": number(GRAPH_HEAD + 33, 1 << 20),
+    "more nodes": number(GRAPH_HEAD + 64, 1 << 60),
+    "more neighbours": number(GRAPH_HEAD + 64 + 8, 1 << 20),
+    "a higher level": number(GRAPH_HEAD + 64 + 24, 30000),
+    "an entry beyond": number(GRAPH_HEAD + 64 + 32, 1 << 62),
+    "a level of a node": number(GRAPH_HEAD + 64 + 40, 30000, "<h"),
+    "a level below the lowest": number(GRAPH_HEAD + 64 + 40, -1, "<h"),
+    "a key beyond": lambda data: struct.pack_into("<Q", data, first_node(data), 1 << 50),
+    "another level in the node": lambda data: struct.pack_into("<h", data, first_node(data) + 8, 5),
+    "a neighbour beyond": lambda data: struct.pack_into("<I", data, first_node(data) + 14, 300),
+    "a neighbour far beyond": lambda data: struct.pack_into("<I", data, first_node(data) + 14, 0xFFFFFFFF),
+    "more neighbours than places": lambda data: struct.pack_into("<I", data, first_node(data) + 10, 33),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def graph_file(tmp_path_factory):
+    usearch = pytest.importorskip("usearch.index", reason="needs the extra 'search'")
+    vectors = np.random.default_rng(3).normal(size=(300, 8)).astype(np.float16)
+    graph = usearch.Index(ndim=8, metric="ip", dtype="f16")
+    graph.add(np.arange(300), vectors, threads=1)
+    path = tmp_path_factory.mktemp("graph") / "pooled.usearch"
+    graph.save(str(path))
+    return path
+
+
+def refused_or_harmless(path):
+    """Opens and searches a graph: in this process, which a number that leads elsewhere would end."""
+    try:
+        graph = open_graph(path, 300, 8)
+    except ValueError as error:
+        return str(error)
+    found = graph_nearest(torch.ones(20, 8), graph, 50)
+    assert found is None or (int(found.min()) >= 0 and int(found.max()) < 300)
+    return ""
+
+
+@pytest.mark.parametrize("kind", HOSTILE_GRAPHS)
+def test_a_graph_that_leads_elsewhere_is_refused(graph_file, tmp_path, kind):
+    assert refused_or_harmless(graph_file) == ""
+    data = bytearray(graph_file.read_bytes())
+    HOSTILE_GRAPHS[kind](data)
+    (tmp_path / "g").write_bytes(data)
+    assert "is no whole graph of 300 documents" in refused_or_harmless(tmp_path / "g")
+
+
+def test_upper_levels_lead_nowhere_else_either(graph_file, tmp_path):
+    data = bytearray(graph_file.read_bytes())
+    levels = np.frombuffer(data, np.int16, 300, first_node(data) - 600)
+    node = int(np.flatnonzero(levels)[0])
+    start = first_node(data) + node * 142 + int(levels[:node].sum()) * 68
+    assert struct.unpack_from("<Q", data, start) == (node,)
+    for neighbour in (301, int(np.flatnonzero(levels == 0)[0])):
+        struct.pack_into("<2I", data, start + 142, 1, neighbour)
+        (tmp_path / "g").write_bytes(data)
+        assert "names neighbours" in refused_or_harmless(tmp_path / "g")
+
+
+def test_graphs_of_any_bytes_do_not_end_the_process(graph_file, tmp_path):
+    draw = np.random.default_rng(8)
+    whole = np.frombuffer(graph_file.read_bytes(), np.uint8)
+    refused = 0
+    for count in range(1, 60):
+        data = whole.copy()
+        data[draw.choice(len(data), count)] = draw.integers(0, 256, count)
+        (tmp_path / "g").write_bytes(data.tobytes())
+        refused += bool(refused_or_harmless(tmp_path / "g"))
+    assert refused > 40
 
 
 def test_any_changed_byte_is_refused_before_a_library_sees_it(model, tmp_path, monkeypatch):
@@ -374,7 +464,10 @@ def test_a_token_vector_that_is_not_finite_is_refused_by_id(tmp_path, monkeypatc
         ),
         (lambda folder: (folder / "index.json").write_text("[" * 100_000), "index.json is damaged"),
         (lambda folder: tell(folder, shards=10**12), "lists other files"),
-        (lambda folder: tell(folder, files={"00000.safetensors": {}}), "listed without size or sha256"),
+        (
+            lambda folder: tell(folder, files={"00000.safetensors": {}}),
+            "index.json is damaged .its fields are of other types",
+        ),
         (lambda folder: tell(folder, documents=3), "holds 2 of 3 documents"),
         (lambda folder: tell(folder, shards="1"), "index.json is damaged .its fields are of other types"),
         (lambda folder: tell(folder, model=None), "index.json is damaged .its fields are of other types"),
@@ -385,6 +478,15 @@ def test_a_token_vector_that_is_not_finite_is_refused_by_id(tmp_path, monkeypatc
             for name in ("pooled", "ids", "ids_offsets", "texts", "texts_offsets", "tokens", "token_offsets")
         ),
         (lambda folder: keep(folder, "", tokens=4), "token_offsets and tokens do not fit"),
+        (lambda folder: change(folder, pooled=lambda x: x[:, :4]), "pooled is of another type or width"),
+        (lambda folder: change(folder, pooled=lambda x: x[:, 0]), "pooled is of another type or width"),
+        (lambda folder: change(folder, pooled=lambda x: x.float()), "pooled is of another type or width"),
+        (lambda folder: change(folder, tokens=lambda x: x[:, :4]), "tokens is of another type or width"),
+        (lambda folder: change(folder, ids_offsets=lambda x: x[:, None]), "ids_offsets is of another type or width"),
+        (lambda folder: change(folder, texts_offsets=lambda x: x.double()), "texts_offsets is of another type"),
+        (lambda folder: change(folder, **{"\x1b[2J": lambda x: torch.zeros(1)}), r"\\x1b\[2J is of another type"),
+        (lambda folder: tell(folder, format="\x1b[2J\n" + "x" * 1000), r"the format \\x1b\[2J\\nx{60,75}…, expected 2"),
+        (lambda folder: tell(folder, model="\x1b[2J"), r"its fingerprint is \\x1b\[2J,"),
     ],
 )
 def test_a_damaged_index_is_refused(model, tmp_path, damage, message):
@@ -404,6 +506,28 @@ def tell(folder, **fields):
 def reseal(folder):
     """Makes the manifest say what is there."""
     tell(folder, files={path.name: describe(path) for path in folder.iterdir() if path.name != "index.json"})
+
+
+def change(folder, **changes):
+    """Writes the shard again with other tensors, as a stranger would."""
+    path = folder / "00000.safetensors"
+    tensors = load_file(path)
+    made = {name: make(tensors.get(name)).contiguous().clone() for name, make in changes.items()}
+    save_file({**tensors, **made}, path)
+    reseal(folder)
+
+
+@pytest.mark.parametrize("name", ["ids_offsets", "texts_offsets", "token_offsets"])
+@pytest.mark.parametrize("value", [-3, 1 << 40, 0])
+def test_offsets_that_lead_elsewhere_are_refused_when_they_are_used(model, tmp_path, name, value):
+    def moved(offsets):
+        offsets[2] = value
+        return offsets
+
+    build_index(model, ["one", "two", "three"], tmp_path / "i")
+    change(tmp_path / "i", **{name: moved})
+    with pytest.raises(ValueError, match=rf"00000\.safetensors is no whole part of an index .{name} descend"):
+        Index(tmp_path / "i", model).search("one", 3)
 
 
 def keep(folder, without, **rows):
@@ -502,6 +626,40 @@ def test_the_command_writes_one_line_for_each_hit(saved, tmp_path, capsys):
     capsys.readouterr()
     assert main(["search", saved, str(tmp_path / "i"), "red"]) == 0
     assert capsys.readouterr().out.split("\t")[1:] == ["a b c", "red apple\n"]
+
+
+def test_hits_hold_nothing_that_a_terminal_obeys(saved, tmp_path, capsys):
+    """Joiners, of which emoji and many scripts are made, stay."""
+    family = "\U0001f468\u200d\U0001f469\u200d\U0001f467"
+    (tmp_path / "a.jsonl").write_text(json.dumps({"id": "\x1b[2J", "text": f"{family} \x1b]0;title\x07 \u202eder"}))
+    assert main(["index", saved, str(tmp_path / "a.jsonl"), str(tmp_path / "i")]) == 0
+    capsys.readouterr()
+    assert main(["search", saved, str(tmp_path / "i"), "red", "\x1b[1m"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[2] == "# \\x1b[1m"
+    assert out.splitlines()[1].split("\t")[1:] == ["\\x1b[2J", rf"{family} \x1b]0;title\x07 \u202eder"]
+
+
+class Wider(UFormEncoder):
+    """A model of one's own."""
+
+    __xpmid__ = "test.index.wider"
+
+
+def test_the_command_takes_a_model_of_ones_own_where_it_is_trusted(tmp_path, capsys):
+    model = Wider.C(depth=1, hidden=128, pooled=PooledHead.C(width=8))
+    built = model.instance()
+    built.initialize()
+    built.save_model(tmp_path / "weights")
+    save_model(model.loader_config(tmp_path / "weights"), tmp_path / "model")
+    (tmp_path / "texts.txt").write_text("red\nblue\n")
+    arguments = ["index", str(tmp_path / "model"), str(tmp_path / "texts.txt"), str(tmp_path / "i")]
+    assert main(arguments) == 1
+    assert "which is not of this package" in capsys.readouterr().err
+    trust = ["--trust", f"{Wider.__module__}.Wider"]
+    assert main([*arguments, *trust]) == 0
+    assert main(["search", str(tmp_path / "model"), str(tmp_path / "i"), "red", *trust]) == 0
+    assert capsys.readouterr().out.startswith("2 documents in ")
 
 
 def test_the_command_says_what_is_wrong(saved, tmp_path, capsys):

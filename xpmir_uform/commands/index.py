@@ -6,11 +6,14 @@ The collection is a file with one text in each line, or a .jsonl file with an ob
 import argparse
 from pathlib import Path
 
+from xpmir_uform.data.disk import printable
+
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Adds the model and where it runs."""
     parser.add_argument("model", metavar="MODEL", help="the folder of a trained model")
     parser.add_argument("--device", default="auto", help="where the model runs (auto: the GPU if there is one)")
+    parser.add_argument("--trust", action="append", default=[], metavar="MODULE.CLASS", help="of your own model")
 
 
 def load(arguments: argparse.Namespace):
@@ -19,7 +22,7 @@ def load(arguments: argparse.Namespace):
     from xpmir_uform.export.pretrained import load_model
 
     try:
-        return load_model(arguments.model).to(device_of(arguments.device))
+        return load_model(arguments.model, arguments.trust).to(device_of(arguments.device))
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"the model cannot run on {arguments.device}: {error}") from error
 
@@ -37,12 +40,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Writes the index and prints what is in it."""
     from xpmir_uform.export.index import build_index, read_collection
-    from xpmir_uform.learner.files import Occupied
 
     documents = read_collection(arguments.collection)
-    try:
-        index = build_index(load(arguments), documents, arguments.index, approximate=arguments.approximate)
-    except Occupied as error:
-        raise ValueError(str(error)) from error
-    print(f"{len(index)} documents in {arguments.index}")
+    index = build_index(load(arguments), documents, arguments.index, approximate=arguments.approximate)
+    print(printable(f"{len(index)} documents in {arguments.index}"))
     return 0

@@ -7,6 +7,7 @@ import argparse
 from pathlib import Path
 
 from xpmir_uform.commands.index import add_model, load
+from xpmir_uform.data.disk import printable
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +31,12 @@ def run(arguments: argparse.Namespace) -> int:
     )
     for text, hits in zip(arguments.texts, found, strict=True):
         if len(arguments.texts) > 1:
-            print(f"# {text}")
+            print(f"# {_line(text)}")
         for hit in hits:
-            print(f"{hit.score:.4f}\t{' '.join(hit.id.split())}\t{' '.join(hit.text.split())}")
+            print(f"{hit.score:.4f}\t{_line(hit.id)}\t{_line(hit.text)}")
     return 0
+
+
+def _line(text: str) -> str:
+    """A text on one line, without what a terminal obeys."""
+    return printable(" ".join(text.split()))

@@ -22,6 +22,9 @@ from typing import Any
 JSON_BYTES = 16 << 20
 """Larger files of JSON are not read: manifests and definitions take a few hundred kilobytes at most."""
 
+SHOWN = "\n\u200c\u200d"
+"""Not printable for Python, and harmless: ends of lines, and Unicode's joiners, which emoji and many scripts use."""
+
 _FICLONE = 0x40049409
 
 
@@ -153,7 +156,12 @@ def change(path: Path, expected: Mapping[str, Any], follow: bool = False) -> str
 def difference(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
     """How two :func:`describe` differ; empty: they do not."""
     key = next((key for key in ("size", "sha256") if found.get(key) != expected[key]), None)
-    return f"was changed: its {key} is {found[key]}, expected {expected[key]}" if key else ""
+    return f"was changed: its {key} is {found[key]}, expected {quoted(expected[key])}" if key else ""
+
+
+def is_description(value: Any) -> bool:
+    """Whether a value that a file brought is what :func:`describe` returns."""
+    return isinstance(value, Mapping) and type(value.get("size")) is int and isinstance(value.get("sha256"), str)
 
 
 def hash_of(values: Any) -> str:
@@ -216,4 +224,11 @@ def new_file(path: Path) -> Iterator[Path]:
 
 def printable(text: Any) -> str:
     """A text whose characters that a terminal may obey are written as Python writes them."""
-    return "".join(part if part.isprintable() or part == "\n" else ascii(part)[1:-1] for part in str(text))
+    return "".join(part if part.isprintable() or part in SHOWN else ascii(part)[1:-1] for part in str(text))
+
+
+def quoted(text: Any, most: int = 80) -> str:
+    """What a file brought as a part of a message: on one line, of at most ``most`` characters, and printable."""
+    text = str(text)
+    text = text if len(text) <= most else f"{text[: most - 1]}…"
+    return "".join(part if part.isprintable() else ascii(part)[1:-1] for part in text)

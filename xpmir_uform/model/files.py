@@ -2,16 +2,26 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from xpmir_uform.data.disk import change, hash_of, new_file, opened, permitted, read_bytes, unseal
+from xpmir_uform.data.disk import (
+    change,
+    hash_of,
+    is_description,
+    new_file,
+    opened,
+    permitted,
+    quoted,
+    read_bytes,
+    unseal,
+)
 
 FILE_NAME = "model.safetensors"
 DEFINITION = "experimaestro.json"
@@ -21,6 +31,9 @@ MANIFEST = "manifest.json"
 """Of a checkpoint, which has the sha256 of its weights."""
 
 HEADER_BYTES = 16 << 20
+
+LISTED = 8
+"""Tensors that a message names."""
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, source: str = "") -> None:
@@ -129,9 +142,13 @@ def recorded(file: Path, follow: bool = True) -> Mapping[str, Any] | None:
             if not os.path.lexists(beside):
                 continue
         try:
-            return read(read_bytes(beside, follow=follow)).get("files", {}).get(file.name)
-        except (ValueError, AttributeError) as error:
+            files = read(read_bytes(beside, follow=follow)).get("files", {})
+            record = files.get(file.name) if isinstance(files, dict) else files
+            if record is not None and not is_description(record):
+                raise ValueError(f"does not tell size and sha256 of {file.name}")
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{beside} {error}: put it back from a copy, or save the model again") from error
+        return record
     return None
 
 
@@ -154,13 +171,13 @@ def _definition(text: bytes) -> dict[str, Any]:
     return rest
 
 
-def check_header(file: Path) -> dict[str, Any]:
-    """The header of a safetensors file: type and shape of each tensor by name.
+def check_header(file: Path, follow: bool = True) -> dict[str, Any]:
+    """The header of a safetensors file: type and shape of each tensor by name, which fill the file to its end.
 
     Raises:
-        SafetensorError: it has none, or one that is too large.
+        SafetensorError: it has none, one that is too large, or one of another file.
     """
-    with opened(file, follow=True) as content:
+    with opened(file, follow) as content:
         size = int.from_bytes(content.read(8), "little")
         if size > HEADER_BYTES:
             raise SafetensorError(f"its header has {size:,} bytes, expected at most {HEADER_BYTES:,}")
@@ -172,27 +189,43 @@ def check_header(file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise SafetensorError("its header is no JSON object")
     found.pop("__metadata__", None)
-    return found
+    try:
+        with safe_open(str(file), "pt"):
+            return found
+    except SafetensorError as error:
+        raise SafetensorError(quoted(error, 200)) from error
 
 
 def check_fit(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> None:
     """Refuse weights of another model.
 
     Raises:
-        ValueError: naming the tensors that are missing, unexpected or of another shape.
+        ValueError: naming the tensors that are missing, unexpected, or of another shape or type.
     """
     misshapen = [
-        f"{name} {tuple(found[name].shape)} for {tuple(value.shape)}"
+        f"{name} {quoted(tuple(found[name].shape))} for {tuple(value.shape)}"
         for name, value in expected.items()
         if name in found and found[name].shape != value.shape
+    ]
+    whole = [
+        f"{name} {found[name].dtype}"
+        for name, value in expected.items()
+        if name in found and found[name].is_floating_point() != value.is_floating_point()
     ]
     faults = {
         "missing": sorted(expected.keys() - found.keys()),
         "unexpected": sorted(found.keys() - expected.keys()),
         "of another shape": misshapen,
+        "of another type": whole,
     }
-    said = "; ".join(f"{fault}: {', '.join(names)}" for fault, names in faults.items() if names)
+    said = "; ".join(f"{fault}: {_listed(names)}" for fault, names in faults.items() if names)
     if said:
         raise ValueError(
             f"the weights at {path} are not of this model ({said}): load them into the model they came from"
         )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first of some names of tensors, which the file brought, and how many more there are."""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(quoted(name, 120) for name in names[:LISTED]) + more

@@ -7,9 +7,10 @@ from typing import Any
 
 from xpmir_uform.export.fingerprint import fingerprint
 from xpmir_uform.export.index.collection import Document, as_documents
+from xpmir_uform.export.index.graph import usearch, write_graph
 from xpmir_uform.export.index.index import Index
 from xpmir_uform.export.index.manifest import GRAPH, NAME, read_manifest, write_manifest
-from xpmir_uform.export.index.nearest import usearch, write_graph
+from xpmir_uform.export.index.nearest import blocks
 from xpmir_uform.export.index.shards import Shard, shard_path, shard_tensors, write_shard
 from xpmir_uform.learner.files import commit_folder
 from xpmir_uform.model.encoding import check_readable, most_tokens
@@ -57,7 +58,7 @@ def build_index(
             raise ValueError("the collection is empty: an index needs at least one document")
         if approximate:
             shards = [Shard(shard_path(part, number)) for number in range(len(sizes))]
-            write_graph((shard.pooled for shard in shards), shards[0].pooled.shape[1], part / GRAPH)
+            write_graph(blocks(shard.pooled for shard in shards), shards[0].pooled.shape[1], part / GRAPH)
         write_manifest(part, fingerprint(model), sum(sizes), len(sizes))
 
     commit_folder(folder, write)

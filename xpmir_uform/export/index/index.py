@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 from uform_kernels import maxsim
 
+from xpmir_uform.data.disk import quoted
 from xpmir_uform.data.items import Item
 from xpmir_uform.evaluation.search import unit
 from xpmir_uform.export.fingerprint import fingerprint
+from xpmir_uform.export.index.graph import graph_nearest, open_graph
 from xpmir_uform.export.index.manifest import GRAPH, verify
-from xpmir_uform.export.index.nearest import exact_nearest, graph_nearest, open_graph
+from xpmir_uform.export.index.nearest import exact_nearest
 from xpmir_uform.export.index.shards import Shard, shard_path
 from xpmir_uform.model.running import as_items, check_count
 
@@ -55,15 +57,17 @@ class Index:
         told, own = verify(self.folder), fingerprint(model)
         if told["model"] != own:
             raise ValueError(
-                f"{folder} was built by another model (its fingerprint is {told['model'][:12]}, this model's is "
+                f"{folder} was built by another model (its fingerprint is {quoted(told['model'], 12)}, this model's is "
                 f"{own[:12]}): open it with that model, or build it again"
             )
-        tokens = model.token_projection is not None
-        self.shards = [Shard(shard_path(self.folder, number), tokens) for number in range(told["shards"])]
+        widths = {"pooled": model.pooling.projection.out_features}
+        if model.token_projection is not None:
+            widths["tokens"] = model.token_projection.projection.out_features
+        self.shards = [Shard(shard_path(self.folder, number), widths) for number in range(told["shards"])]
         self.starts = np.array([0, *accumulate(map(len, self.shards))])
         if self.starts[-1] != told["documents"]:
             raise ValueError(f"{folder} holds {self.starts[-1]} of {told['documents']} documents: build it again")
-        self.graph = open_graph(self.folder / GRAPH, len(self)) if GRAPH in told["files"] else None
+        self.graph = open_graph(self.folder / GRAPH, len(self), widths["pooled"]) if GRAPH in told["files"] else None
 
     def __len__(self) -> int:
         """D."""

@@ -10,7 +10,17 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from xpmir_uform.data.disk import NotAFile, describe, difference, opened, read_bytes, seal, unseal
+from xpmir_uform.data.disk import (
+    NotAFile,
+    describe,
+    difference,
+    is_description,
+    opened,
+    quoted,
+    read_bytes,
+    seal,
+    unseal,
+)
 
 NAME = "index.json"
 GRAPH = "pooled.usearch"
@@ -51,8 +61,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{path} is damaged, or of another format than {FORMAT} ({error}): build the index again"
         ) from error
     if told.get("format") != FORMAT:
-        raise ValueError(f"{folder} has the format {told.get('format')}, expected {FORMAT}: build the index again")
-    if any(type(told.get(name)) is not kind for name, kind in KINDS.items()):
+        raise ValueError(
+            f"{folder} has the format {quoted(told.get('format'))}, expected {FORMAT}: build the index again"
+        )
+    wrong = any(type(told.get(name)) is not kind for name, kind in KINDS.items())
+    if wrong or not all(map(is_description, told["files"].values())):
         raise ValueError(f"{path} is damaged (its fields are of other types): build the index again")
     names = [shard_name(number) for number in range(told["shards"])] if 0 < told["shards"] <= len(told["files"]) else []
     if sorted(told["files"]) not in (names, sorted([*names, GRAPH])) or not names:
@@ -73,8 +86,6 @@ def verify(folder: Path) -> dict[str, Any]:
             said = _change(path, expected)
         except (FileNotFoundError, NotAFile) as error:
             said = f"is missing or no file ({error})"
-        except (KeyError, TypeError) as error:
-            said = f"is listed without size or sha256 ({error})"
         if said:
             raise ValueError(f"{path} {said}: put it back from a copy, or build the index again")
     return told

@@ -3,7 +3,7 @@
 Letters: n documents of a shard, t token vectors of them, d embedding width, W token width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from xpmir_uform.data.disk import quoted
 from xpmir_uform.evaluation.search import unit
 from xpmir_uform.export.index.collection import Document
 from xpmir_uform.export.index.manifest import shard_name
@@ -68,6 +69,13 @@ def write_shard(tensors: dict[str, Tensor], path: Path) -> None:
     write_tensors(tensors, path)
 
 
+KINDS = {
+    **dict.fromkeys(("pooled", "tokens"), (torch.float16, 2)),
+    **dict.fromkeys(("ids", "texts"), (torch.uint8, 1)),
+    **dict.fromkeys(("ids_offsets", "texts_offsets", "token_offsets"), (torch.int64, 1)),
+}
+"""Type and number of dimensions of each tensor of a shard."""
+
 RUNS = {"ids_offsets": "ids", "texts_offsets": "texts", "token_offsets": "tokens"}
 """What the offsets of a shard divide."""
 
@@ -77,19 +85,25 @@ class Shard:
 
     Args:
         path: of the file.
-        tokens: whether token vectors are expected.
+        widths: of the vectors that are expected, ``pooled`` and perhaps ``tokens``; None: not looked at, nor tokens.
 
     Raises:
         ValueError: the file is not a whole shard.
     """
 
-    def __init__(self, path: Path, tokens: bool = False) -> None:
+    def __init__(self, path: Path, widths: Mapping[str, int] | None = None) -> None:
+        widths = widths or {}
+        self.path = path
         try:
             check_header(path)
             file = safe_open(str(path), "pt")
             self.tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             self.pooled = self.tensors["pooled"]
-            for name, data in list(RUNS.items())[: 3 if tokens else 2]:
+            for name, value in self.tensors.items():
+                known = (value.dtype, value.ndim) == KINDS.get(name)
+                if not known or (name in widths and value.shape[1] != widths[name]):
+                    raise SafetensorError(f"{quoted(name)} is of another type or width")
+            for name, data in list(RUNS.items())[: 3 if "tokens" in widths else 2]:
                 offsets = self.tensors[name]
                 if len(offsets) != len(self) + 1 or int(offsets[-1]) != len(self.tensors[data]):
                     raise SafetensorError(f"{name} and {data} do not fit")
@@ -102,10 +116,16 @@ class Shard:
 
     def string(self, name: str, row: int) -> str:
         """Entry ``row`` of ``ids`` or ``texts``."""
-        start, stop = self.tensors[f"{name}_offsets"][row : row + 2].tolist()
-        return self.tensors[name][start:stop].numpy().tobytes().decode("utf-8")
+        return self._run(f"{name}_offsets", row).numpy().tobytes().decode("utf-8", "replace")
 
     def tokens(self, row: int) -> Tensor:
         """(tokens, W) float16, of one document."""
-        start, stop = self.tensors["token_offsets"][row : row + 2].tolist()
-        return self.tensors["tokens"][start:stop]
+        return self._run("token_offsets", row)
+
+    def _run(self, name: str, row: int) -> Tensor:
+        """What two neighbouring offsets enclose; they are looked at here alone, so that opening reads none."""
+        start, stop = self.tensors[name][row : row + 2].tolist()
+        data = self.tensors[RUNS[name]]
+        if not 0 <= start <= stop <= len(data):
+            raise ValueError(f"{self.path} is no whole part of an index ({name} descend): build the index again")
+        return data[start:stop]
