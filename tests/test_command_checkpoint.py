@@ -11,7 +11,7 @@ import torch
 from xpmir_uform.commands import main
 from xpmir_uform.data.disk import seal
 from xpmir_uform.learner import checkpoint, manifest, shelf
-from xpmir_uform.learner.files import commit_folder, point
+from xpmir_uform.learner.files import Occupied, commit_folder, point
 from xpmir_uform.learner.fit import Subject, fit_of, model_layout
 
 
@@ -174,6 +174,18 @@ def test_a_strangers_manifest_ends_in_one_line(job, tmp_path, capsys, action, co
     assert "manifest.json" in out + err
     assert len((out + err).splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "error", [Occupied("another process writes x"), ValueError("it is\x1b[2J"), OSError("no disk")]
+)
+def test_what_stops_a_command_is_one_line(job, tmp_path, capsys, monkeypatch, error):
+    def stop(*arguments):
+        raise error
+
+    monkeypatch.setattr("xpmir_uform.export.pretrained.export_checkpoint", stop)
+    assert main(["checkpoint", "export", str(job), str(tmp_path / "model")]) == 1
+    assert re.fullmatch(r"xpmir-uform: [ -~]+\n", capsys.readouterr().err)
 
 
 def test_the_console_script_is_there(job):

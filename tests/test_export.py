@@ -143,7 +143,7 @@ def test_a_changed_byte_of_the_weights_is_refused(tmp_path, place):
     data = bytearray(file.read_bytes())
     data[place] ^= 4
     file.write_bytes(data)
-    with pytest.raises(ValueError, match=r"model\.safetensors was changed: its sha256 is .*put it back from a copy"):
+    with pytest.raises(ValueError, match=r"model\.safetensors (was changed: its sha256 is|is not a whole)"):
         load_model(file.parent)
     with pytest.raises(ValueError, match="was changed"):
         config().instance().load_model(file.parent)

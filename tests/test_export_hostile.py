@@ -14,7 +14,7 @@ from experimaestro import Param
 from xpm_torch.huggingface import TorchHFHub
 
 from xpmir_uform import ImageShape, PooledHead, UFormEncoder, load_model, save_model
-from xpmir_uform.data.disk import seal
+from xpmir_uform.data.disk import hash_of, seal
 from xpmir_uform.data.fields import default
 from xpmir_uform.learner.manifest import FILES
 
@@ -79,6 +79,66 @@ def edited(change):
         (folder / DEFINITION).write_text(json.dumps(objects))
 
     return edit
+
+
+def sealed(change):
+    """As ``edited``, with a digest that fits: what a stranger would write."""
+
+    def edit(folder):
+        edited(change)(folder)
+        objects = json.loads((folder / DEFINITION).read_text())
+        objects[-1]["digest"] = hash_of(objects)
+        (folder / DEFINITION).write_text(json.dumps(objects))
+
+    return edit
+
+
+def files(value):
+    return sealed(lambda objects, _: objects[-1].update(files=value))
+
+
+def hole(size):
+    """Weights that end with a hole, recorded as what they are."""
+
+    def grow(folder):
+        os.truncate(folder / WEIGHTS, size)
+        sealed(lambda objects, _: objects[-1]["files"][WEIGHTS].update(size=size))(folder)
+
+    return grow
+
+
+def header_of(change):
+    """The weights with another header, as a stranger would write them."""
+
+    def write(folder):
+        data = (folder / WEIGHTS).read_bytes()
+        size = int.from_bytes(data[:8], "little")
+        told = json.loads(data[8 : 8 + size])
+        change(told)
+        text = json.dumps(told).encode()
+        (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
+        edited(lambda objects, _: objects[-1].pop("files"))(folder)
+
+    return write
+
+
+def renamed(name):
+    return header_of(lambda told: told.update({name: told.pop("encoder.norm.weight")}))
+
+
+NO_BYTES = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+
+
+def blocks_of_nothing(folder):
+    """A depth of 3,000 whose tensors have the right names and shapes, and no bytes."""
+    data = (folder / WEIGHTS).read_bytes()
+    told = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    told.pop("__metadata__", None)
+    for name in [name for name in told if ".0." in name]:
+        for number in range(3000):
+            told[name.replace(".0.", f".{number}.")] = {**told[name], "data_offsets": [0, 0]}
+    fields(2, depth=3000)(folder)
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(json.dumps(told))) + json.dumps(told).encode())
 
 
 def entry(number, **values):
@@ -255,6 +315,33 @@ HOSTILE = {
     "half a block": fields(2, depth=1.5),
     "a seed of nothing": fields(1, inverse_temperature=float("nan")),
     "lists for a number": fields(2, seed=[[[[1]]]]),
+    "a field of two lines": fields(2, **{"a\nxpmir-uform: all is well": 1}),
+    "a class that clears the screen": entry(2, type="\x1b[2J\x1b]0;title\x07"),
+    "a module from right to left": entry(2, module="x\u202eliv\u202c"),
+    "a module in Cyrillic": entry(2, module="\u0445pmir_uform.model.uform"),
+    "a module of a like name": entry(2, module="xpmir_uform_evil.model"),
+    "weights of a name of 5,000 letters": weights("a" * 5000 + ".safetensors"),
+    "weights of a name with a full-width dot": weights("model\uff0esafetensors"),
+    "weights of two lines": weights("model.safetensors\n"),
+    "a class twice": edited(lambda objects, _: objects.insert(3, {**objects[2], "module": "evil"})),
+    "a record that is a text": files({WEIGHTS: "x"}),
+    "a record that is a number": files({WEIGHTS: 7}),
+    "a record without sha256": files({WEIGHTS: {"size": 7}}),
+    "a record without size": files({WEIGHTS: {"sha256": "x"}}),
+    "a record of control characters": files({WEIGHTS: {"size": "\x1b[2J\n", "sha256": ""}}),
+    "records in a list": files([1]),
+    "a sha256 of 3,000 letters": sealed(lambda objects, _: objects[-1]["files"][WEIGHTS].update(sha256="\n" * 3000)),
+    "a terabyte of nothing": hole(1 << 40),
+    "a deep digest": edited(lambda objects, _: objects[-1].update(digest=json.loads("[" * 500 + "]" * 500))),
+    "3,000 blocks of nothing": blocks_of_nothing,
+    "a tensor named over two lines": renamed("a\n\x1b[2J"),
+    "a tensor of a name of a megabyte": renamed("a" * 10**6),
+    "20,000 tensors": header_of(lambda told: told.update({f"t{number}": NO_BYTES for number in range(20_000)})),
+    "a tensor of 1,000 dimensions": header_of(lambda told: told["pooling.bias"].update(shape=[1] * 1000)),
+    "a tensor of whole numbers": header_of(lambda told: told["encoder.norm.weight"].update(dtype="I32")),
+    "tensors that lie on each other": header_of(
+        lambda told: [entry.update(data_offsets=[0, 512]) for entry in told.values()]
+    ),
 }  # fmt: skip
 
 
@@ -289,6 +376,8 @@ class Watch:
 
 
 WATCH = Watch()
+LINE = r"\A[^\x00-\x1f\x7f-\x9f\u202a-\u202e]{20,1000}\Z"
+"""One line that a terminal shows as it is."""
 
 
 def harmless(folder):
@@ -302,13 +391,14 @@ def harmless(folder):
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_folder_is_refused_in_one_line_and_does_nothing(folder, monkeypatch, kind):
+def test_a_hostile_folder_is_refused_in_one_line_and_does_nothing(folder, monkeypatch, caplog, kind):
     HOSTILE[kind](folder)
     monkeypatch.syspath_prepend(folder.parent)
     monkeypatch.chdir(folder.parent)
-    with WATCH, pytest.raises(ValueError, match=r"\A[^\n]{20,1000}\Z"):
+    with WATCH, pytest.raises(ValueError, match=LINE):
         load_model(folder)
     harmless(folder)
+    assert not caplog.records
 
 
 def test_the_stock_reader_runs_what_a_definition_names(folder):
@@ -367,7 +457,7 @@ def test_a_hostile_checkpoint_is_refused_in_one_line_and_does_nothing(folder, ki
         "format": 1,
     }
     (folder / "manifest.json").write_text(seal(values))
-    with WATCH, pytest.raises(ValueError, match=r"\A[^\n]{20,1000}\Z"):
+    with WATCH, pytest.raises(ValueError, match=LINE):
         load_model(folder)
     harmless(folder)
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from xpmir_uform.data.disk import printable
+from xpmir_uform.learner.files import Occupied
 
 NAMES = ("checkpoint", "report", "index", "search")
 """The subcommands; a new one is a module and its name here."""
@@ -39,6 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser().parse_args(arguments)
     try:
         return chosen.run(chosen)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, Occupied) as error:
         print(f"xpmir-uform: {printable(error)}", file=sys.stderr)
         return 1

@@ -7,6 +7,8 @@ network. The job may run, be done, or have failed.
 import argparse
 from pathlib import Path
 
+from xpmir_uform.data.disk import printable
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
@@ -21,5 +23,5 @@ def run(arguments: argparse.Namespace) -> int:
     from xpmir_uform.reports.run.page import report
 
     for path in report(arguments.job, arguments.output):
-        print(path)
+        print(printable(path))
     return 0

@@ -6,8 +6,10 @@ this one makes configurations of known classes from plain values, and nothing el
 """
 
 import json
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,17 +20,20 @@ from experimaestro.core.types import EnumType, ObjectType
 from xpm_torch.module import SimpleModuleLoader
 
 from xpmir_uform.data.checks import validate
-from xpmir_uform.data.disk import NotAFile, hash_of, read_bytes
+from xpmir_uform.data.disk import NotAFile, hash_of, quoted, read_bytes
 from xpmir_uform.model.files import DEFINITION, FILE_NAME
 from xpmir_uform.model.uform import UFormEncoder
 
 DEFINITION_BYTES = 1 << 20
 MOST_ENTRIES = 1000
 DEEPEST = 16
-WEIGHTS = re.compile(r"[A-Za-z0-9_][\w.-]*\.safetensors", re.ASCII)
+WEIGHTS = re.compile(r"[A-Za-z0-9_][\w.-]{0,200}\.safetensors", re.ASCII)
 """A plain name, which leads out of no folder."""
 
 OWN = "xpmir_uform."
+CORE = "xpm.core"
+"""The logger of experimaestro's configurations."""
+
 LOADER = (SimpleModuleLoader.__module__, SimpleModuleLoader.__qualname__)
 KEYS = ("id", "module", "type", "typename", "identifier", "fields")
 
@@ -184,7 +189,7 @@ class _Reader:
         path = fields.get("path")
         name = path.get("value") if isinstance(path, dict) and path.get("type") == "path.serialized" else None
         if not isinstance(name, str) or not WEIGHTS.fullmatch(name):
-            raise Refused(f"its weights are at {_cut(path)}, expected the name of a .safetensors file beside it")
+            raise Refused(f"its weights are at {quoted(path)}, expected the name of a .safetensors file beside it")
         model = self.value(fields.get("value"), None)
         if not isinstance(model, Config):
             raise Refused("it names no model")
@@ -204,12 +209,12 @@ class _Reader:
             return self.configuration(value.get("value"), depth)
         if value["type"] == "enum" and isinstance(kind, EnumType) and value.get("value") in kind.type.__members__:
             return kind.type[value["value"]]
-        raise Refused(f"it holds {_cut(value)}, expected numbers, texts and configurations")
+        raise Refused(f"it holds {quoted(value)}, expected numbers, texts and configurations")
 
     def configuration(self, number: Any, depth: int) -> Config:
         """The configuration that an object describes."""
         if not isinstance(number, int) or number not in self.known:
-            raise Refused(f"it names object {_cut(number)}, which is not there")
+            raise Refused(f"it names object {quoted(number)}, which is not there")
         if number in self.open:
             raise Refused(f"object {number} holds itself")
         if number not in self.made:
@@ -225,12 +230,12 @@ class _Reader:
         values = {}
         for name, value in _fields(entry).items():
             if name not in known:
-                raise Refused(f"{_name(entry)} has no field {_cut(name)}: a later version may have saved it")
+                raise Refused(f"{_name(entry)} has no field {quoted(name)}: a later version may have saved it")
             found = self.value(value, known[name].type, depth + 1)
             if not known[name].constant:
                 values[name] = found
             elif found != known[name].default:
-                raise Refused(f"{_name(entry)} has {name} {_cut(found)}, expected {known[name].default}")
+                raise Refused(f"{_name(entry)} has {name} {quoted(found)}, expected {known[name].default}")
         return make(kind, values)
 
 
@@ -245,11 +250,23 @@ def make(kind: Any, values: Mapping[str, Any]) -> Config:
     if missing:
         raise Refused(f"{kind.__qualname__} lacks {', '.join(missing)}")
     try:
-        config = kind.C(**values)
+        with _unlogged():
+            config = kind.C(**values)
         validate(config)
     except (ValueError, TypeError, AttributeError, KeyError, OverflowError, AssertionError) as error:
-        raise Refused(f"{kind.__qualname__} cannot be made: {_cut(str(error).partition(chr(10))[0])}") from error
+        raise Refused(f"{kind.__qualname__} cannot be made: {quoted(str(error).partition(chr(10))[0])}") from error
     return config
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """experimaestro logs the traceback of an error that it then raises."""
+    logger = logging.getLogger(CORE)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def class_of(entry: Mapping[str, Any], classes: Classes) -> Any:
@@ -325,12 +342,7 @@ def _check_tasks(entry: Mapping[str, Any]) -> None:
 
 
 def _name(entry: Mapping[str, Any]) -> str:
-    return f"{_cut(entry.get('module'))}.{_cut(entry.get('type'))}"
-
-
-def _cut(value: Any, most: int = 80) -> str:
-    text = str(value)
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    return f"{quoted(entry.get('module'))}.{quoted(entry.get('type'))}"
 
 
 # From a checkpoint
@@ -351,7 +363,7 @@ def from_checkpoint(settings: Mapping[str, Any], trust: Iterable[str | type] = (
             for part in path[1:]:
                 at = at.setdefault(part, {})
                 if not isinstance(at, dict):
-                    raise Refused(f"{_cut(name)} is below a plain value")
+                    raise Refused(f"{quoted(name)} is below a plain value")
             at[last] = value
     model = _nested(nested, kinds)
     if not isinstance(model, Config):
@@ -367,7 +379,7 @@ def _nested(values: Mapping[str, Any], kinds: Mapping[str, Any]) -> Any:
     kind = kinds.get(str(values["type"]))
     if kind is None:
         raise Refused(
-            f"it is of a model of type {_cut(values['type'])}, which is not of this package: if you wrote it, give "
+            f"it is of a model of type {quoted(values['type'])}, which is not of this package: if you wrote it, give "
             "load_model its class by trust=[...]"
         )
     known = kind.__getxpmtype__().arguments

@@ -1,8 +1,8 @@
 """A model's configuration and weights in one folder, in the layout of xpm-torch's model hub."""
 
 import re
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -161,25 +161,38 @@ def _model_of(checkpoint: Path, facts: Mapping[str, Any], trust: Iterable[str | 
 
 
 def _loaded(config: Any, weights: Path, follow: bool = False) -> UFormEncoder:
-    try:
+    """The model with its weights. What costs memory or time comes after what may refuse it: sizes, then the sha256."""
+    with _explained(weights):
+        header = check_header(weights, follow)
+    model: Any = config.instance()
+    if not isinstance(model, Module):
+        raise ValueError(f"{weights.parent} describes a {type(model).__name__}, expected a model")
+    if isinstance(model, UFormEncoder):
+        _check_size(config, header, weights)
+    with _explained(weights):
         check_unchanged(weights, follow)
-        header = check_header(weights)
+    model.initialize()
+    found = read_tensors(weights)
+    check_fit(found, model.state_dict(), weights)
+    model.load_state_dict(found)
+    return model.eval()
+
+
+@contextmanager
+def _explained(weights: Path) -> Iterator[None]:
+    """Says what it means that weights, or what lies beside them, cannot be read.
+
+    Raises:
+        ValueError: in place of the error.
+    """
+    try:
+        yield
     except FileNotFoundError as error:
         raise ValueError(f"{weights.parent} holds no {weights.name}: the model is incomplete, save it again") from error
     except NotAFile as error:
         raise ValueError(f"{error.filename}: {error.strerror}") from error
     except SafetensorError as error:
         raise ValueError(f"{weights} is not a whole safetensors file ({error}): save the model again") from error
-    model: Any = config.instance()
-    if not isinstance(model, Module):
-        raise ValueError(f"{weights.parent} describes a {type(model).__name__}, expected a model")
-    if isinstance(model, UFormEncoder):
-        _check_size(config, header, weights)
-    model.initialize()
-    found = read_tensors(weights)
-    check_fit(found, model.state_dict(), weights)
-    model.load_state_dict(found)
-    return model.eval()
 
 
 def _check_size(config: Any, header: Mapping[str, Any], weights: Path) -> None:
@@ -192,14 +205,16 @@ def _check_size(config: Any, header: Mapping[str, Any], weights: Path) -> None:
     if model.depth * BLOCK_TENSORS > len(header):
         raise ValueError(f"{weights} holds {len(header)} tensors, too few for the model's depth of {model.depth}")
     try:
-        shapes = {name: torch.Size(entry["shape"]) for name, entry in header.items()}
         with torch.device("meta"):
             model.build()
-            found = {name: torch.empty(shape) for name, shape in shapes.items()}
+            expected, nothing = model.state_dict(), torch.empty(0)
+            found = {
+                name: torch.empty(entry["shape"]) if name in expected else nothing for name, entry in header.items()
+            }
     except (RuntimeError, ValueError, TypeError, KeyError, OverflowError) as error:
         said = str(error).splitlines()[0]
         raise ValueError(f"the sizes of the model at {weights.parent} cannot be ({said})") from error
-    check_fit(found, model.state_dict(), weights)
+    check_fit(found, expected, weights)
 
 
 def _downloaded(name: str, revision: str | None) -> Path:
