@@ -14,11 +14,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from experimaestro import Config
+from experimaestro import Config, Task, experiment, stop_tags
+from experimaestro.scheduler.workspace import RunMode
+from forks import fork
 from safetensors.numpy import save_file
 
 import xpmir_uform
-from xpmir_uform import EmojiCollection, EmojiPairs, Judgements, UFormEncoder
+from xpmir_uform import EmojiCollection, EmojiPairs, EmojiRetrieval, Judgements, LexicalEvaluation, UFormEncoder
+from xpmir_uform.data import checks
 from xpmir_uform.data.checks import refuse_unnamed, validate
 
 ROOT = Path(__file__).parents[1]
@@ -237,5 +240,38 @@ def test_weights_that_nothing_names_are_refused(tmp_path):
     loader = UFormEncoder.C(depth=1, hidden=128).loader_config(tmp_path)
     with pytest.raises(ValueError, match="nothing in an identifier names the weights at"):
         refuse_unnamed([loader])
+    with pytest.raises(ValueError, match="nothing in an identifier names the weights at"):
+        refuse_unnamed([stop_tags(loader)])
     loader.__xpm__.task = loader
-    refuse_unnamed([loader])
+    refuse_unnamed([loader, stop_tags(loader)])
+
+
+TASKS = [cls for cls in all_configs() if issubclass(cls, Task) and not cls.__name__.endswith("XPMValue")]
+
+
+@pytest.mark.parametrize("cls", TASKS, ids=lambda cls: cls.__name__)
+def test_every_task_is_checked_by_whomever_it_is_submitted(cls, tmp_path, monkeypatch):
+    """Not by the experiments' helper alone: ``submit`` of experimaestro validates nothing."""
+    monkeypatch.setattr(checks, "validate", lambda task: None)
+    task = cls.C()
+    task.__xpm__.set_init_tasks([stop_tags(UFormEncoder.C(depth=1, hidden=128).loader_config(tmp_path))])
+    submit = cls.__getxpmtype__().value_type.__submit__
+    with pytest.raises(ValueError, match="nothing in an identifier names the weights at"):
+        submit(task, lambda config: config, None)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="lacks "):
+        submit(cls.C(), lambda config: config, None)
+
+
+def test_a_task_that_is_submitted_by_itself_is_what_submit_returns(tmp_path):
+    collection = EmojiCollection.C(sha256="0" * 64, emoji_version="1", openmoji_version="1", languages=["en", "fr"])
+    retrievals = {"names": EmojiRetrieval.C(collection=collection, direction="text-text")}
+
+    def work():
+        with experiment(tmp_path, "jobs", run_mode=RunMode.GENERATE_ONLY, no_environmental_impact=True):
+            task = LexicalEvaluation.C(retrievals=retrievals)
+            assert task.submit() is task
+            with pytest.raises(ValueError, match="depth"):
+                LexicalEvaluation.C(retrievals=retrievals, depth=0).submit()
+
+    assert fork(work, tmp_path / "log") == 0, (tmp_path / "log").read_text()

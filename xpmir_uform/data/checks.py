@@ -6,7 +6,7 @@ from math import isfinite
 from typing import Any, cast
 
 from experimaestro import Config
-from experimaestro.core.objects import ConfigMixin
+from experimaestro.core.objects import ConfigMixin, ConfigWrapper
 
 from xpmir_uform.data.draws import WORD
 
@@ -80,15 +80,42 @@ def _check_complete(config: Config) -> None:
 def refuse_unnamed(loaders: Iterable[Any]) -> None:
     """Refuses init tasks whose weights nothing in an identifier names: the place of a file is not a part of it.
 
+    Args:
+        loaders: as ``submit`` takes them, ``stop_tags`` around some of them.
+
     Raises:
         ValueError: one is no output of a submitted task.
     """
-    for loader in loaders:
+    for given in loaders:
+        loader: Any = given.value if isinstance(given, ConfigWrapper) else given
         if hasattr(loader, "path") and loader.__xpm__.task is None:
             raise ValueError(
                 f"nothing in an identifier names the weights at {loader.path}: start from what a submitted task "
                 "returns (learned_model, listeners or checkpoints of a learner)"
             )
+
+
+def check_submitted(task: Any) -> None:
+    """Refuses a submitted task that :func:`validate` refuses, or weights that it begins with and nothing names.
+
+    Raises:
+        ValueError: says which.
+    """
+    validate(task)
+    refuse_unnamed(task.__xpm__.init_tasks)
+
+
+class CheckedTask:
+    """Lets a task be checked whoever submits it, and not by the experiments' helper alone."""
+
+    def __submit__(self, dep, add_action):
+        """The task itself.
+
+        Raises:
+            ValueError: as :func:`check_submitted` says.
+        """
+        check_submitted(self)
+        return self
 
 
 def _parts(value: Any) -> Iterator[Config]:

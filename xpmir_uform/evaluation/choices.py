@@ -15,6 +15,7 @@ import torch
 from experimaestro import Constant, Meta, Param, Task, pathgenerator
 from xpm_torch import Module
 
+from xpmir_uform.data.checks import CheckedTask
 from xpmir_uform.data.choices import ChoiceSet
 from xpmir_uform.data.fields import default
 from xpmir_uform.data.items import Item
@@ -81,7 +82,7 @@ def truth_of(items: Sequence[Item]) -> np.ndarray:
     return np.array([item.targets for item in items])
 
 
-class ChoicesEvaluation(Task):
+class ChoicesEvaluation(CheckedTask, Task):
     """Measures a model's choices of held-out items.
 
     Submitted with a loader of weights among its init tasks it measures a trained model.

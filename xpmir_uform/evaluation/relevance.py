@@ -17,6 +17,7 @@ from scipy.optimize import minimize
 from scipy.special import expit
 from xpm_torch import Module
 
+from xpmir_uform.data.checks import CheckedTask
 from xpmir_uform.data.datasets.pairs import Pair, PairCollection
 from xpmir_uform.data.datasets.relevance import Judgements, questions, wrong_documents
 from xpmir_uform.data.disk import new_file
@@ -50,7 +51,7 @@ def calibrate(right: np.ndarray, wrong: np.ndarray) -> tuple[float, float]:
     return float(slope / scale), float(intercept - slope * middle / scale)
 
 
-class RelevanceScoring(Task):
+class RelevanceScoring(CheckedTask, Task):
     """Tells, by a model's late interaction, how probably the documents of training queries and wrong ones are relevant.
 
     Scores become probabilities by :func:`calibrate`, on each training pair and its first wrong document. What that is
@@ -85,8 +86,9 @@ class RelevanceScoring(Task):
             raise ValueError(f"others is {self.others}, expected at least 1 wrong document")
         check_device(self.device)
 
-    def task_outputs(self, dep) -> Judgements:
+    def __submit__(self, dep, add_action) -> Judgements:
         """The teacher's answers."""
+        super().__submit__(dep, add_action)
         return dep(Judgements.C(collection=self.collection, path=self.path))
 
     def execute(self) -> None:

@@ -15,6 +15,7 @@ from xpm_torch.learner import Learner, LearnerListener, LearnerListenerStatus
 from xpm_torch.trainers.context import TrainerContext, TrainState
 from xpm_torch.validation import ValidationSettings
 
+from xpmir_uform.data.checks import CheckedTask
 from xpmir_uform.data.fields import default
 from xpmir_uform.data.retrieval import Retrieval, RetrievalSet
 from xpmir_uform.evaluation.devices import check_device, device_of
@@ -127,7 +128,7 @@ class RetrievalValidation(LearnerListener):
         write_history(self.historypath, self.history)
 
 
-class RetrievalEvaluation(Task):
+class RetrievalEvaluation(CheckedTask, Task):
     """Measures a model on search problems and records its rankings.
 
     Submitted with a loader of weights among its init tasks it measures a trained model, without one the initial

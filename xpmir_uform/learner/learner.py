@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from xpm_torch.metrics import Metrics, ScalarMetric
 from xpm_torch.optim import OptimizationHook
 from xpm_torch.trainers.context import StepTrainingHook, TrainState
 
-from xpmir_uform.data.checks import refuse_unnamed, validate
+from xpmir_uform.data.checks import check_submitted
 from xpmir_uform.data.draws import Purpose, generator
 from xpmir_uform.data.fields import default
 from xpmir_uform.learner import checkpoint, shelf
@@ -150,8 +150,7 @@ class UFormLearner(Learner, ResumableTask):
         Raises:
             ValueError: the task, or a configuration that it holds, is not legal.
         """
-        validate(self)
-        refuse_unnamed(cast(Any, self).__xpm__.init_tasks)
+        check_submitted(self)
         learned_model = dep(self.model.loader_config(self.last_checkpoint_path))
         add_action(self.model.export_action(learned_model, default_name="last"))
         last = Checkpoint.C(path=self.last_checkpoint_path, task=self._task_name())
