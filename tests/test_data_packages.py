@@ -3,11 +3,14 @@
 import json
 import shutil
 from hashlib import sha256
+from itertools import product
 
+import numpy as np
 import pytest
 
 from xpmir_uform import (
     BagSampler,
+    Batch,
     ContrastiveLoss,
     EmojiCollection,
     EmojiPairs,
@@ -211,3 +214,15 @@ def test_emoji_are_pairs_of_names():
     made = EmojiPairs.C(collection=EmojiCollection.installed(held_out=5, limit=20)).instance()
     assert len(made.train()) == 15 * 5
     assert len({pair.document for pair in made.test()}) == 5
+    # One batch may hold several names of one emoji, each a query of its own.
+    bags = [pair.bag() for pair in made.train()[3:12]]
+    batch = Batch.of(bags)
+    assert len({bag.key for bag in bags}) == 3
+    about = np.repeat([bag.key for bag in bags], 2)
+    same = {(i, j) for i, j in product(range(18), repeat=2) if i != j and about[i] == about[j]}
+    known = {
+        (int(i), int(j)) for edges in (batch.attract, batch.ignore)
+        for i, j in zip(edges.anchors(), edges.ids, strict=True)
+    }  # fmt: skip
+    assert same <= known
+    assert len(known) < 18 * 17

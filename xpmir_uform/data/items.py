@@ -139,14 +139,14 @@ class Bag:
         return key_of(*(item.key for item in self.items)) if self.key is None else self.key
 
     @classmethod
-    def alike(cls, items: Iterable[Item]) -> "Bag":
-        """Items that all attract one another.
+    def alike(cls, items: Iterable[Item], key: int | None = None) -> "Bag":
+        """Items that all attract one another, in a bag of this key.
 
         Raises:
             ValueError: something is no item, or there is none.
         """
         items = as_items(items)
-        return cls(items, attract=tuple(permutations(range(len(items)), 2)))
+        return cls(items, attract=tuple(permutations(range(len(items)), 2)), key=key)
 
 
 def as_bags(bags: Any) -> list[Bag]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from experimaestro import Config, Param
+from experimaestro import Config, Constant, Param
 
 from xpmir_uform.data import draws
 from xpmir_uform.data.datasets.emoji import EmojiCollection
@@ -18,11 +18,18 @@ from xpmir_uform.data.vocabulary import Side
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A query and its document."""
+    """A query and its document.
+
+    Args:
+        name: of the pair.
+        query, document: the texts.
+        key: of what the pair is about, as that of a bag: pairs of one key never repel. None: nothing else is.
+    """
 
     name: str
     query: str
     document: str
+    key: int | None = None
 
     @property
     def contents(self) -> tuple[str, str]:
@@ -38,7 +45,7 @@ class Pair:
 
     def bag(self) -> Bag:
         """The two items, which attract each other."""
-        return Bag.alike(self.items())
+        return Bag.alike(self.items(), self.key)
 
 
 class PairCollection(Config, ABC):
@@ -63,6 +70,9 @@ class EmojiPairs(PairCollection):
     collection: Param[EmojiCollection]
     """Where the emoji come from"""
 
+    version: Constant[int] = 2
+    """Of the pairs: 2 knows that those of one emoji are about one thing, whose names do not repel each other"""
+
     def train(self) -> list[Pair]:
         """The pairs of the training emoji."""
         return self._pairs(self.collection.train(), self.collection.languages[1:])
@@ -73,7 +83,9 @@ class EmojiPairs(PairCollection):
 
     def _pairs(self, emoji, languages) -> list[Pair]:
         first = self.collection.languages[0]
-        return [Pair(f"{lang} {e.characters}", e.names[lang], e.names[first]) for e in emoji for lang in languages]
+        return [
+            Pair(f"{lang} {e.characters}", e.names[lang], e.names[first], e.key) for e in emoji for lang in languages
+        ]
 
 
 class PairBags(BagSource):
