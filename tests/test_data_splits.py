@@ -73,6 +73,13 @@ def test_a_split_without_kin_is_the_keyed_order():
     assert len(set(order)) == 20
 
 
+@pytest.mark.parametrize("limit", [10, 11, 10**6])
+def test_a_limit_that_leaves_nothing_out_is_refused(limit):
+    """It would be another identifier of the same data."""
+    with pytest.raises(ValueError, match=f"limit is {limit} and there are 10 numbers: leave it out"):
+        held_out_first(range(10), lambda n: [str(n)], seed=0, limit=limit, held_out=3, name="numbers")
+
+
 def test_a_number_that_no_families_make_up_is_refused():
     with pytest.raises(
         ValueError, match=r"held_out is 3, and twins that share a text .* together, which makes 2: choose"

@@ -278,6 +278,13 @@ def test_impossible_settings_of_bm25_are_refused(params):
         validate(LexicalEvaluation.C(retrievals={}, **params))
 
 
+def test_a_setting_of_bm25_that_changes_nothing_is_refused():
+    """The same evaluation would have two identifiers."""
+    validate(LexicalEvaluation.C(retrievals={}, k1=0.0))
+    with pytest.raises(ValueError, match=r"b is 0\.7, which changes nothing where k1 is 0: leave it out"):
+        validate(LexicalEvaluation.C(retrievals={}, k1=0.0, b=0.7))
+
+
 def test_bm25_reads_texts_alone():
     pytest.importorskip("bm25s", reason="needs the extra demo-text")
     picture = Item(Modality.IMAGE, b"x", 1)

@@ -35,6 +35,7 @@ from xpmir_uform import (
     MultimodalEmoji,
     MultimodalRetrieval,
     Negatives,
+    PatchHead,
     PooledHead,
     PooledRanker,
     RankedForm,
@@ -222,6 +223,15 @@ def test_numbers_are_of_the_type_of_their_field():
     assert identifier(CosineSchedule.C(learning_rate=1)) == identifier(CosineSchedule.C(learning_rate=1.0))
 
 
+def seeing(**params):
+    return encoder(image=ImageShape.C(patch_side=8, max_side=32), **params)
+
+
+def teller():
+    """A model that learns from MaskedLoss."""
+    return seeing(bytes=ByteHead.C(), patches=PatchHead.C())
+
+
 REDUNDANT = {
     "the length of the training": {"optimizers": lambda: adamw(CosineSchedule.C(learning_rate=2e-3, steps=700))},
     "a rate that is replaced": {
@@ -234,6 +244,27 @@ REDUNDANT = {
     "no augmentation": {"trainer": {"augmentation": Augmentation.C(shift=0)}},
     "the whole width": {"loss": lambda: ContrastiveLoss.C(matryoshka_dimensions=[64])},
     "no ambient cells": {"loss": lambda: ContrastiveLoss.C(negatives=Negatives.NAMED, ambient_weight=0.5)},
+    "ambient cells of no weight": {"loss": lambda: ContrastiveLoss.C(ambient_weight=0.0)},
+    "ambient cells across of no weight": {
+        "loss": lambda: ContrastiveLoss.C(negatives=Negatives.ACROSS, ambient_weight=0.0)
+    },
+    "a bias of differences": {
+        "loss": lambda: LateInteractionLoss.C(bias=-2.0),
+        "model": lambda: encoder(tokens=TokenHead.C(width=16)),
+    },
+    "spans of nothing": {"loss": lambda: MaskedLoss.C(token_mask_probability=0, token_mean_span=3.0), "model": teller},
+    "weights of nothing": {"loss": lambda: MaskedLoss.C(token_mask_probability=0, text_weight=0.5), "model": teller},
+    "weights of unmasked pictures": {
+        "loss": lambda: MaskedLoss.C(image_mask_ratio=0, image_weight=3.0),
+        "model": teller,
+    },
+    "masked sounds of a model that reads none": {"loss": lambda: MaskedLoss.C(audio_mask_ratio=0.5), "model": teller},
+    "weights of videos of a model that reads none": {"loss": lambda: MaskedLoss.C(video_weight=0), "model": teller},
+    "moved pictures of a model that reads none": {"trainer": {"augmentation": Augmentation.C(shift=1, drop=0.1)}},
+    "hiss of a model that reads no sound": {
+        "trainer": {"augmentation": Augmentation.C(hiss=0.1, noise=1.0)},
+        "model": seeing,
+    },
     "no value": {"loss": lambda: MaskedLoss.C(token_mean_span=None)},
 }
 
@@ -266,7 +297,13 @@ ACCEPTED = {
     "another length": {"optimizers": lambda: adamw(CosineSchedule.C(learning_rate=2e-3, steps=701))},
     "another precision": {"fabric": {"torch_fp32_precision": "highest"}},
     "high in halves": {"fabric": {"precision": "bf16-mixed", "torch_fp32_precision": "high"}},
-    "some augmentation": {"trainer": {"augmentation": Augmentation.C(shift=1)}},
+    "some augmentation": {"trainer": {"augmentation": Augmentation.C(drop=0.1)}},
+    "moved pictures": {"trainer": {"augmentation": Augmentation.C(shift=1)}, "model": seeing},
+    "masked pictures": {"loss": lambda: MaskedLoss.C(image_mask_ratio=0.5, image_weight=3.0), "model": teller},
+    "a bias": {
+        "loss": lambda: LateInteractionLoss.C(form=SigmoidForm.C(), bias=-2.0),
+        "model": lambda: encoder(tokens=TokenHead.C(width=16)),
+    },
     "levels": {"loss": lambda: ContrastiveLoss.C(matryoshka_dimensions=[16, 64])},
 }
 

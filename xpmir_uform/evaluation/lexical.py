@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import torch
 from experimaestro import Constant, Param, Task, pathgenerator
 
+from xpmir_uform.data.checks import CheckedTask
 from xpmir_uform.data.fields import default
 from xpmir_uform.data.items import Item
 from xpmir_uform.data.retrieval import RetrievalSet
@@ -66,7 +67,7 @@ def _text(item: Item) -> str:
         raise ValueError(f"{item} is not UTF-8 ({error.reason})") from error
 
 
-class LexicalEvaluation(Task):
+class LexicalEvaluation(CheckedTask, Task):
     """Measures BM25 on search problems, as ``RetrievalEvaluation`` measures a model."""
 
     __xpmid__ = "uform.lexical-evaluation"
@@ -93,6 +94,9 @@ class LexicalEvaluation(Task):
         if not 0 <= self.k1 < float("inf") or not 0 <= self.b <= 1 or self.depth < 1:
             given = f"k1 is {self.k1}, b {self.b} and depth {self.depth}"
             raise ValueError(f"{given}, expected k1 finite and at least 0, b from 0 to 1, and depth at least 1")
+
+        if self.k1 == 0 and self.b != type(self).__xpmtype__.arguments["b"].default:
+            raise ValueError(f"b is {self.b}, which changes nothing where k1 is 0: leave it out")
 
     def execute(self) -> None:
         """Writes the results."""

@@ -69,9 +69,11 @@ class InteractionSettings:
 
     def loss(self) -> LateInteractionLoss:
         """The loss; a pair names no other document, so that the batch's others are its negatives."""
+        # The ranked form does not know a bias; in others a score is zero half way.
+        bias = {} if self.form == "ranked" else {"bias": -self.inverse_temperature / 2}
         return LateInteractionLoss.C(
             form=form_of(self.form),
             negatives=Negatives.AMBIENT,
             inverse_temperature=self.inverse_temperature,
-            bias=-self.inverse_temperature / 2,
+            **bias,
         )

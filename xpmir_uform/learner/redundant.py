@@ -1,8 +1,11 @@
-"""Settings that say what leaving them out says: with them one training would have two identifiers."""
+"""Settings that say what leaving them out says, or nothing: with them one training would have two identifiers."""
 
 from collections.abc import Iterator
 from typing import Any
 
+from xpmir_uform.losses.forms import RankedForm
+from xpmir_uform.losses.late_interaction import LateInteractionLoss
+from xpmir_uform.losses.masked import PATCHES, MaskedLoss
 from xpmir_uform.trainer.schedule import CosineSchedule
 
 FP32_PRECISION = {"16-mixed": "medium", "bf16-mixed": "medium"}
@@ -22,7 +25,7 @@ def refuse_redundant(learner: Any) -> None:
 
 
 def redundant(learner: Any) -> Iterator[tuple[str, str]]:
-    """Each such setting, and what it repeats."""
+    """Each such setting, and what it repeats, or why nothing comes of it."""
     yield from _of_trainer(learner)
     for optimizer in learner.optimizers:
         yield from _of_optimizer(optimizer, learner)
@@ -41,10 +44,51 @@ def _of_trainer(learner: Any) -> Iterator[tuple[str, str]]:
     augmentation = getattr(trainer, "augmentation", None)
     if augmentation is not None and _identifier(augmentation) == _identifier(type(augmentation)()):
         yield "augmentation is given without a setting", "changes nothing"
+    for name, why in _idle_moves(learner.model):
+        if augmentation is not None and _given(augmentation, name):
+            yield f"{name} of the augmentation is {getattr(augmentation, name)}", why
     width = getattr(getattr(learner.model, "pooled", None), "width", None)
     for loss in getattr(trainer, "losses", ()):
         if width is not None and getattr(loss, "matryoshka_dimensions", None) == [width]:
             yield f"matryoshka_dimensions is [{width}]", "is the whole embedding"
+        for name, why in _idle(loss, learner.model):
+            if _given(loss, name):
+                yield f"{name} of the {loss.NAME} loss is {getattr(loss, name)}", why
+
+
+def _idle_moves(model: Any) -> Iterator[tuple[str, str]]:
+    """The fields of an augmentation that change nothing, and why."""
+    if not any(_reads(model, name) for name in ("image", "video")):
+        yield from ((name, "changes pictures and videos, which the model does not read") for name in ("shift", "noise"))
+    if not _reads(model, "audio"):
+        yield from ((name, "changes sounds, which the model does not read") for name in ("hiss", "delay"))
+
+
+def _idle(loss: Any, model: Any) -> Iterator[tuple[str, str]]:
+    """The fields of a loss that change nothing, and why."""
+    if isinstance(loss, LateInteractionLoss) and isinstance(loss.form, RankedForm):
+        yield "bias", "the ranked form, of differences of scores, does not know"
+    if not isinstance(loss, MaskedLoss):
+        return
+    if loss.token_mask_probability == 0:
+        for name in ("token_mean_span", "replace_fraction", "random_fraction", "text_weight"):
+            yield name, "changes nothing where token_mask_probability is 0"
+    for name in PATCHES:
+        if not _reads(model, name):
+            yield f"{name}_mask_ratio", f"is of {name}, which the model does not read"
+            yield f"{name}_weight", f"is of {name}, which the model does not read"
+        elif getattr(loss, f"{name}_mask_ratio") == 0:
+            yield f"{name}_weight", f"changes nothing where {name}_mask_ratio is 0"
+
+
+def _reads(model: Any, modality: str) -> bool:
+    """Whether a model reads a modality, as far as its configuration tells."""
+    return getattr(model, modality, True) is not None
+
+
+def _given(config: Any, name: str) -> bool:
+    """Whether a field has another value than its default."""
+    return getattr(config, name) != type(config).__xpmtype__.arguments[name].default
 
 
 def _of_optimizer(optimizer: Any, learner: Any) -> Iterator[tuple[str, str]]:
@@ -57,7 +101,7 @@ def _of_optimizer(optimizer: Any, learner: Any) -> Iterator[tuple[str, str]]:
     if schedule.steps == steps:
         yield f"the schedule's steps is {steps}", "is the length of the training"
     rate = optimizer.optimizer
-    if getattr(rate, "lr", None) != type(rate).__xpmtype__.arguments["lr"].default:
+    if _given(rate, "lr"):
         yield f"an optimizer's lr is {rate.lr}", "the schedule's learning_rate replaces"
 
 

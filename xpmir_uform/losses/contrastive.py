@@ -69,6 +69,10 @@ class ContrastiveLoss(JointLoss):
         if self.backend not in BACKENDS:
             raise ValueError(f"backend is {self.backend!r}, expected one of {', '.join(BACKENDS)}")
         check_weight("ambient_weight", self.ambient_weight)
+        if self.negatives != Negatives.NAMED and self.ambient_weight == 0:
+            raise ValueError(
+                "ambient_weight is 0, expected above 0: for no such cells give negatives=named and leave it out"
+            )
         if self.negatives == Negatives.NAMED and self.ambient_weight != 1.0:
             raise ValueError(
                 f"ambient_weight is {self.ambient_weight} and negatives is named, which has no such cells: leave it out"

@@ -79,8 +79,10 @@ def held_out_first(
         name: of the things, in the message.
 
     Raises:
-        ValueError: nothing is left for training, or no families make up this number.
+        ValueError: ``limit`` leaves nothing out, nothing is left for training, or no families make up this number.
     """
+    if limit >= len(things) > held_out:
+        raise ValueError(f"limit is {limit} and there are {len(things)} {name}: leave it out, which keeps every one")
     order = draws.permutation(seed, draws.Purpose.SPLIT, 0, len(things))[: limit or None]
     if held_out >= len(order):
         raise ValueError(
