@@ -258,6 +258,88 @@ def test_texts_and_profiles_of_a_png_do_no_harm(chunk):
     assert seen(content).tolist() == [[[9] * 3] * 2] * 2
 
 
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        (b"tEXt", b"Comment\0" + b"a" * 70_000_000),
+        (b"zTXt", b"Comment\0\0" + zlib.compress(bytes(5_000_000))),
+        (b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + zlib.compress(b"b" * 40_000_000)),
+        (b"zTXt", b"Raw profile type exif\0\0" + zlib.compress(bytes(5_000_000))),
+        (b"zTXt", b"Raw profile type exif\0\0damaged"),
+    ],
+)
+def test_texts_after_the_pixels_do_no_harm_either(chunk):
+    plain = png(2, 2, [bytes([9, 9])] * 2, 8, 0)
+    late = png(2, 2, [bytes([9, 9])] * 2, 8, 0, chunk)
+    text = late[33 : 33 + len(late) - len(plain)]
+    peak, reason = measured(seen, plain[:-12] + text * 2 + plain[-12:])
+    assert reason == ""
+    assert peak < 250e6
+    assert seen(plain[:-12] + text + plain[-12:]).tolist() == [[[9] * 3] * 2] * 2
+
+
+XMP = (
+    b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">'
+    b'<rdf:Description xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="%d"/></rdf:RDF></x:xmpmeta>'
+)
+
+
+def raw_profile(value):
+    profile = exif(orientation(value)).hex().encode()
+    return b"\nexif\n%8d\n%s\n" % (len(profile) // 2, profile)
+
+
+@pytest.mark.parametrize("turned", [1, 6, 8])
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        lambda value: (b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + XMP % value),
+        lambda value: (b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + zlib.compress(XMP % value)),
+        lambda value: (b"zTXt", b"Raw profile type exif\0\0" + zlib.compress(raw_profile(value))),
+        lambda value: (b"tEXt", b"Raw profile type exif\0" + raw_profile(value)),
+    ],
+)
+def test_a_png_is_turned_as_its_texts_say(chunk, turned):
+    content = png(8, 4, [bytes([200] * 4 + [0] * 4)] * 4, 8, 0, (b"zTXt", b"Comment\0\0" + b"damaged"), chunk(turned))
+    pixels = seen(content)
+    assert pixels.shape[:2] == ((4, 8) if turned == 1 else (8, 4))
+    assert pixels[0, 0, 0] == (0 if turned == 8 else 200)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_white_that_is_0_is_white_at_any_depth(dtype):
+    """TIFF 6.0, PhotometricInterpretation."""
+    data = (np.array([[0, 50], [200, 255]]) * (1 if dtype is np.uint8 else 257)).astype(dtype).tobytes()
+    tags = [
+        (256, 2),
+        (257, 2),
+        (258, 2 * len(data)),
+        (259, 1),
+        (262, 0),
+        (273, 8),
+        (277, 1),
+        (278, 2),
+        (279, len(data)),
+    ]
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    head = b"II*\0" + struct.pack("<I", 8 + len(data))
+    content = head + data + struct.pack("<H", len(tags)) + entries + bytes(4)
+    assert seen(content, channels=1)[:, :, 0].tolist() == [[255, 205], [55, 0]]
+
+
+@pytest.mark.debian
+@pytest.mark.parametrize("depth", [8, 12, 16])
+def test_a_jpeg_2000_of_deep_colours_is_refused(tmp_path, depth):
+    """Pillow shows their white as black."""
+    make = ("convert", "-size", "16x8", "gradient:white-red", "-type", "TrueColor", "-depth", str(depth), "a.jp2")
+    content = by_tool(tmp_path, *make, result="a.jp2")
+    if depth == 8:
+        assert seen(content).min(axis=2).max() > 200
+        return
+    with pytest.raises(UnreadableItem, match=r"a JPEG 2000 of \d+ bits a colour, expected 8: convert it"):
+        seen(content)
+
+
 def exif(*entries):
     """A block of Exif with these 12-byte entries of IFD 0 and 16 bytes that they may point to."""
     body = b"".join(entries)

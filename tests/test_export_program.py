@@ -190,7 +190,7 @@ def test_the_contract_tells_how_inputs_are_cut(folder):
     told = json.loads((folder / "contract.json").read_text())
     assert told["width"] == 24
     assert (told["empty_text"], told["pixel_middle"], told["sample_gain"]) == (256, 127.5, 8.0)
-    assert told["modalities"]["image"] == {"patch_side": 4, "max_side": 24, "channels": 3, "version": 2}
+    assert told["modalities"]["image"] == {"patch_side": 4, "max_side": 24, "channels": 3, "version": 3}
     assert list(told["modalities"]) == ["text", "image", "video", "audio"]
     assert {path.stem for path in folder.glob("*.pt2")} == set(told["modalities"])
 

@@ -15,7 +15,7 @@ class ImageShape(Config):
 
     __xpmid__ = "uform.image-shape"
 
-    version: Constant[int] = 2
+    version: Constant[int] = 3
     """Of what decoding keeps of a file"""
 
     patch_side: Param[int]

@@ -9,7 +9,7 @@ from contextlib import suppress
 from io import BytesIO
 
 import numpy as np
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
 
 from xpmir_uform.data.decoding.pixels import flatten
 from xpmir_uform.data.decoding.png import with_exact_transparency, without_texts
@@ -32,6 +32,9 @@ SIDE_LIMIT = 1 << 16
 """A file that declares more pixels on one side is refused: JPEG and WebP cannot, and no camera does."""
 
 REDUCING_GAP = 4.0
+
+CODESTREAM, SIZE_OF_SAMPLES = b"\xff\x4f\xff\x51", 42
+"""How a JPEG 2000 codestream begins, and where after it the first component has its depth (ISO 15444-1, A.5.1)."""
 
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -158,7 +161,27 @@ def _opened(content: bytes, shape: ImageShape) -> Image.Image:
     rows, columns = whole_patches(height, width, shape)
     # A JPEG is decoded at a half, a quarter or an eighth of its size where that leaves twice the side that is kept.
     picture.draft(None, (2 * columns * shape.patch_side, 2 * rows * shape.patch_side))
+    _check_depth(picture, content)
+    picture = _white_is_high(picture)
     return with_exact_transparency(picture, lambda: Image.open(BytesIO(content), formats=("PNG",)))
+
+
+def _check_depth(picture: Image.Image, content: bytes) -> None:
+    """Refuses JPEG 2000 colours of more than 8 bits, of which Pillow rounds the brightest to the darkest."""
+    place = content.find(CODESTREAM) + SIZE_OF_SAMPLES
+    if picture.format == "JPEG2000" and picture.mode not in ("L", "I;16") and place < len(content):
+        bits = (content[place] & 0x7F) + 1
+        if bits > 8:
+            raise ValueError(f"it is a JPEG 2000 of {bits} bits a colour, expected 8: convert it")
+
+
+def _white_is_high(picture: Image.Image) -> Image.Image:
+    """A 16-bit TIFF whose zeros are white with its values turned about, as Pillow does for those of fewer bits."""
+    if picture.format != "TIFF" or not picture.mode.startswith("I;16"):
+        return picture
+    if picture.tag_v2.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) != 0:  # type: ignore[attr-defined]
+        return picture
+    return Image.fromarray(65535 - np.asarray(picture))
 
 
 def _nearest(numerator: int, denominator: int) -> int:

@@ -1,5 +1,6 @@
 """What Pillow leaves undone for PNG files: texts and profiles that are no pixels, transparent colours of any depth."""
 
+import zlib
 from collections.abc import Callable
 
 import numpy as np
@@ -8,26 +9,52 @@ from PIL import Image, PngImagePlugin
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 NO_PIXELS = {b"tEXt", b"zTXt", b"iTXt", b"iCCP"}
-"""Chunks of texts and of the colour profile. Pillow expands them at opening, and refuses a file where they are long."""
+"""Chunks of texts and of the colour profile. Pillow expands them as it reads, and refuses long ones."""
+
+TURNING = {b"XML:com.adobe.xmp", b"Raw profile type exif"}
+"""Keywords of texts that may tell how the picture is turned: XMP, and Exif as ImageMagick and exiftool wrote it before
+PNG had a chunk for it."""
+
+TEXT_LIMIT = 1 << 18
+"""Such a text is kept up to this size, expanded."""
 
 FULL_SCALE = {"L;2": 85, "L;4": 17}
 """What Pillow multiplies grey values of fewer than 8 bits by, by its name of how they are stored."""
 
 
 def without_texts(content: bytes) -> bytes:
-    """A PNG file without the chunks of ``NO_PIXELS``; any other file, and what cannot be parsed, as it is."""
+    """A PNG file without the chunks of ``NO_PIXELS``, wherever they are, but those that may tell how it is turned.
+
+    Any other file, and what cannot be parsed, stays as it is.
+    """
     if not content.startswith(SIGNATURE):
         return content
     parts, place = [SIGNATURE], len(SIGNATURE)
     while place + 8 <= len(content):
         length, name = int.from_bytes(content[place : place + 4], "big"), content[place + 4 : place + 8]
         after = place + 12 + length
-        if name == b"IDAT" or after > len(content):
+        if after > len(content):
             break
-        if name not in NO_PIXELS:
+        if name not in NO_PIXELS or _may_turn(name, content[place + 8 : after - 4]):
             parts.append(content[place:after])
         place = after
     return b"".join([*parts, content[place:]])
+
+
+def _may_turn(name: bytes, data: bytes) -> bool:
+    """Whether a text is one of ``TURNING``, and of no more than ``TEXT_LIMIT`` bytes (PNG specification, 11.3.3)."""
+    keyword, _, rest = data.partition(b"\0")
+    if keyword not in TURNING or len(data) > TEXT_LIMIT:
+        return False
+    if name == b"tEXt" or (name == b"iTXt" and rest[:1] == b"\0"):
+        return True
+    packed = rest[1:] if name == b"zTXt" else rest[2:].split(b"\0", 2)[-1]
+    expander = zlib.decompressobj()
+    try:
+        expander.decompress(packed, TEXT_LIMIT)
+    except zlib.error:
+        return False
+    return expander.eof
 
 
 def with_exact_transparency(picture: Image.Image, reopen: Callable[[], Image.Image]) -> Image.Image:
