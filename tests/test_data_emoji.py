@@ -5,7 +5,9 @@ import io
 import pytest
 from PIL import Image
 
+from xpmir_uform.data.datasets import emoji
 from xpmir_uform.data.datasets.emoji import LANGUAGES, EmojiBags, EmojiCollection, EmojiRetrieval
+from xpmir_uform.data.sampling import OtherData
 from xpmir_uform.data.vocabulary import Modality
 
 pytest.importorskip("emoji", reason="needs the extra 'demo'")
@@ -35,8 +37,8 @@ def test_held_out_emoji_are_not_trained_on(collection):
 
 
 def test_pictures_are_square_and_drawn(collection):
-    for emoji in collection.all[::100]:
-        image = Image.open(io.BytesIO(emoji.picture))
+    for one in collection.all[::100]:
+        image = Image.open(io.BytesIO(one.picture))
         assert image.size == (64, 64)
         low, high = image.convert("L").getextrema()
         assert low < 200
@@ -83,6 +85,30 @@ def test_other_data_than_configured_is_refused():
     ).instance()
     with pytest.raises(ValueError, match=r"the installed emoji have sha256 .*, expected 000.*install emoji==1"):
         other.all  # noqa: B018
+
+
+def test_pictures_that_are_drawn_otherwise_are_other_data(config, monkeypatch):
+    """Another Pillow, with the same font and names, whose pictures differ by one grey level of one pixel."""
+    draw = emoji.draw_picture
+
+    def drawn(characters, font):
+        image = Image.open(io.BytesIO(draw(characters, font)))
+        if characters == "\N{RED APPLE}":
+            image.putpixel((32, 32), tuple(value ^ 1 for value in image.getpixel((32, 32))))
+        file = io.BytesIO()
+        image.save(file, "PNG")
+        return file.getvalue()
+
+    monkeypatch.setattr(emoji, "draw_picture", drawn)
+    emoji.installed_emoji.cache_clear()
+    try:
+        assert EmojiCollection.installed().sha256 != config.sha256
+        with pytest.raises(OtherData, match="with a Pillow that draws alike"):
+            EmojiCollection.C(
+                sha256=config.sha256, emoji_version="1", openmoji_version="2", languages=list(LANGUAGES)
+            ).instance().train()
+    finally:
+        emoji.installed_emoji.cache_clear()
 
 
 def test_too_many_held_out_are_refused():

@@ -24,7 +24,7 @@ pytest.importorskip("bm25s", reason="needs the extra 'demo-text'")
 
 from xpmir_uform import Judgements, Modality, RelevanceScoring
 from xpmir_uform.data.choices import ChoiceSet
-from xpmir_uform.data.datasets import emoji, multimodal, packages, splits
+from xpmir_uform.data.datasets import multimodal, packages, splits
 from xpmir_uform.data.datasets.relevance import wrong_documents
 from xpmir_uform.data.datasets.splits import normalised
 from xpmir_uform.data.retrieval import RetrievalSet
@@ -131,16 +131,6 @@ def overlaps(tasks: list[Config]) -> dict[str, set]:
     return {f"{parts[one]}, {parts[other]}": read(one) & read(other) for one, other in found}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cheap():
-    """Pictures drawn once for all plans; 700 programs in the place of Debian's, many of which share a text."""
-    with pytest.MonkeyPatch.context() as patch:
-        drawn = cache(lambda languages: emoji_drawn(emoji.read_names(languages), emoji.font_bytes()))
-        emoji_drawn = emoji.draw_all
-        patch.setattr(emoji, "draw_all", lambda names, _: drawn(tuple(next(iter(names.values())))))
-        yield patch
-
-
 def programs(folder: Path) -> Path:
     """A file of descriptions: every fourth shares its short or its long one with another, but for its spelling."""
     rows = [
@@ -155,7 +145,7 @@ def programs(folder: Path) -> Path:
 
 
 @pytest.fixture
-def plan_tasks(tmp_path, cheap, request):
+def plan_tasks(tmp_path, request):
     def made(plan):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(packages, "fetch", programs)

