@@ -451,6 +451,22 @@ def measured(decode, content):
     return result
 
 
+def tiled(side, tile):
+    data = zlib.compress(bytes(tile * tile))
+    tags = [(256, side), (257, side), (258, 8), (259, 8), (262, 1), (277, 1)]
+    tags += [(322, tile), (323, tile), (324, 8), (325, len(data))]
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    head = b"II*\0" + struct.pack("<I", 8 + len(data))
+    return head + data + struct.pack("<H", len(tags)) + entries + bytes(4)
+
+
+def test_tiles_larger_than_their_picture_are_refused():
+    assert seen(tiled(12, 512)).max() == 0
+    peak, reason = measured(seen, tiled(12, 12_288))
+    assert "tiles of 12288 x 12288 pixels, more than its own" in reason
+    assert peak < 50e6
+
+
 def test_one_long_line_of_pixels_is_refused():
     for width, height in ((1, 1 << 26), (1 << 17, 1)):
         peak, reason = measured(seen, png(width, height, [b"\0"], 8, 0))

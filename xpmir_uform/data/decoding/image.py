@@ -31,6 +31,12 @@ FORMATS = (
 SIDE_LIMIT = 1 << 16
 """A file that declares more pixels on one side is refused: JPEG and WebP cannot, and no camera does."""
 
+TILE = (322, 323)
+"""The tags TileWidth and TileLength (TIFF 6.0, section 15)."""
+
+TILE_PIXELS = 1 << 20
+"""Tiles of so many pixels may be larger than their picture: its sides are filled up to whole tiles."""
+
 REDUCING_GAP = 4.0
 
 CODESTREAM, SIZE_OF_SAMPLES = b"\xff\x4f\xff\x51", 42
@@ -158,12 +164,21 @@ def _opened(content: bytes, shape: ImageShape) -> Image.Image:
         )
     if width * height == 0:
         raise ValueError(f"it has no pixels ({width} x {height})")
+    _check_tiles(picture)
     rows, columns = whole_patches(height, width, shape)
     # A JPEG is decoded at a half, a quarter or an eighth of its size where that leaves twice the side that is kept.
     picture.draft(None, (2 * columns * shape.patch_side, 2 * rows * shape.patch_side))
     _check_depth(picture, content)
     picture = _white_is_high(picture)
     return with_exact_transparency(picture, lambda: Image.open(BytesIO(content), formats=("PNG",)))
+
+
+def _check_tiles(picture: Image.Image) -> None:
+    """Refuses a TIFF whose tiles, which are expanded whole, are larger than itself, unless they are small."""
+    if picture.format == "TIFF":
+        width, height = (picture.tag_v2.get(tag, 1) for tag in TILE)  # type: ignore[attr-defined]
+        if width * height > max(TILE_PIXELS, picture.width * picture.height):
+            raise ValueError(f"it declares tiles of {width} x {height} pixels, more than its own")
 
 
 def _check_depth(picture: Image.Image, content: bytes) -> None:
