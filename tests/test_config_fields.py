@@ -85,7 +85,7 @@ GIVEN = {
 }  # fmt: skip
 """What a configuration needs to be legal"""
 
-BAD = {"int": [-1, -(2**40)], "float": [math.nan, math.inf, -math.inf], "str": ["bogus"]}
+BAD = {"int": [-1, -(2**40), 2**63], "float": [math.nan, math.inf, -math.inf], "str": ["bogus"]}
 """By type; a field that takes one of these has its own below"""
 
 OWN = {

@@ -155,5 +155,5 @@ def test_a_text_keeps_at_least_one_token(text):
     "params", [{"shift": -1}, {"noise": -1.0}, {"hiss": -1.0}, {"delay": -1.0}, {"drop": 1.0}, {"drop": -0.1}]
 )
 def test_impossible_settings_are_refused(params):
-    with pytest.raises(ValueError, match="expected shift, noise, hiss and delay of at least 0 and drop in"):
+    with pytest.raises(ValueError, match=f"^{next(iter(params))} is .*, expected (at least 0|in )"):
         validate(Augmentation.C(**params))

@@ -64,7 +64,9 @@ def test_own_horizon_wins_over_the_learners():
     ("params", "message"),
     [
         ({"min_learning_rate": 0.9}, "min_learning_rate is 0.9, expected 0 to learning_rate"),
-        ({"min_learning_rate": -0.1}, "min_learning_rate is -0.1"),
+        ({"min_learning_rate": -0.1}, "^min_learning_rate is -0.1"),
+        ({"learning_rate": -0.2}, "^learning_rate is -0.2, expected at least 0"),
+        ({"learning_rate": float("nan")}, "^learning_rate is nan, expected at least 0"),
         ({"steps": 4}, "warmup_steps is 4 and steps is 4"),
         ({"warmup_steps": -1}, "warmup_steps is -1"),
     ],

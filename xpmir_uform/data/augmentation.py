@@ -9,6 +9,7 @@ import numpy as np
 from experimaestro import Config, Param
 
 from xpmir_uform.data import draws
+from xpmir_uform.data.checks import check_least
 from xpmir_uform.data.decoding import Shapes, decode
 from xpmir_uform.data.decoding.audio import chunks, open_audio
 from xpmir_uform.data.decoding.image import open_image, patches
@@ -68,11 +69,9 @@ class Augmentation(Config):
     """Probability that a byte of a text is left out"""
 
     def __validate__(self):
-        if min(self.shift, self.noise, self.hiss, self.delay) < 0 or not 0 <= self.drop < 1:
-            raise ValueError(
-                f"shift is {self.shift}, noise {self.noise}, hiss {self.hiss}, delay {self.delay}, drop {self.drop}, "
-                "expected shift, noise, hiss and delay of at least 0 and drop in [0, 1)"
-            )
+        check_least(0, shift=self.shift, noise=self.noise, hiss=self.hiss, delay=self.delay)
+        if not 0 <= self.drop < 1:
+            raise ValueError(f"drop is {self.drop}, expected in [0, 1)")
 
     def decode(self, item: Item, shapes: Shapes, seed: int, step: int) -> Segment:
         """The segment of ``item`` at ``step``."""

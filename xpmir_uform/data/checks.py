@@ -31,6 +31,17 @@ def check_seed(name: str, value: int) -> None:
         raise ValueError(f"{name} is {value}, expected an integer in [0, 2**64)")
 
 
+def check_least(least: float, **values: float) -> None:
+    """Refuses the first value that is below ``least`` or NaN.
+
+    Raises:
+        ValueError: with its name alone.
+    """
+    for name, value in values.items():
+        if not value >= least:
+            raise ValueError(f"{name} is {value}, expected at least {least}")
+
+
 CHECKS: dict[type, Callable[[Any], None]] = {}
 """Checks of classes that are not ours, and have no ``__validate__`` of their own."""
 
@@ -61,6 +72,9 @@ def validate(config: Config) -> None:
     for name, value in cast(Any, config).__xpm__.values.items():
         if isinstance(value, float) and not isfinite(value):
             raise ValueError(f"{name} is {value}, expected a finite number")
+        if isinstance(value, int) and not -WORD // 2 <= value < WORD // 2:
+            # An identifier has eight bytes for it.
+            raise ValueError(f"{name} is {value}, expected an integer in [-2**63, 2**63)")
 
 
 def _check_complete(config: Config) -> None:

@@ -7,6 +7,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from xpm_torch.schedulers import Scheduler
 
+from xpmir_uform.data.checks import check_least
 from xpmir_uform.data.fields import default
 
 
@@ -43,11 +44,13 @@ class CosineSchedule(Scheduler):
     """Optimizer step at which the lowest rate is reached; 0: the learner's ``max_epochs * steps_per_epoch``"""
 
     def __validate__(self):
-        if not 0.0 <= self.min_learning_rate <= self.learning_rate:
+        check_least(0.0, learning_rate=self.learning_rate, min_learning_rate=self.min_learning_rate)
+        if self.min_learning_rate > self.learning_rate:
             raise ValueError(
                 f"min_learning_rate is {self.min_learning_rate}, expected 0 to learning_rate ({self.learning_rate})"
             )
-        if self.warmup_steps < 0 or self.steps < 0 or 0 < self.steps <= self.warmup_steps:
+        check_least(0, warmup_steps=self.warmup_steps, steps=self.steps)
+        if 0 < self.steps <= self.warmup_steps:
             raise ValueError(
                 f"warmup_steps is {self.warmup_steps} and steps is {self.steps}, expected 0 <= warmup_steps < steps, "
                 "or steps 0 for those of the training"

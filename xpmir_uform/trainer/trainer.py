@@ -18,6 +18,7 @@ from xpm_torch.trainers.context import TrainerContext
 from xpmir_uform.batching.batcher import UFormBatcher, UFormBatcherWorker
 from xpmir_uform.batching.sizes import BagSize
 from xpmir_uform.data.augmentation import Augmentation
+from xpmir_uform.data.checks import check_least
 from xpmir_uform.data.draws import Purpose, generator
 from xpmir_uform.data.fields import default
 from xpmir_uform.data.refusals import check_choice_counts
@@ -150,10 +151,8 @@ class UFormTrainer(LossTrainer):
         names = [loss.NAME for loss in self.losses]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"losses are {names}, expected at least one loss, each kind once")
-        if self.batch_size < 1 or self.num_workers < 0:
-            raise ValueError(
-                f"batch_size is {self.batch_size} and num_workers {self.num_workers}, expected at least 1 and 0"
-            )
+        check_least(1, batch_size=self.batch_size)
+        check_least(0, num_workers=self.num_workers)
         check_limits(self.losses, self.batcher)
         source = getattr(self.sampler, "source", None)
         if source is not None and (count := known_size(source)) is not None:

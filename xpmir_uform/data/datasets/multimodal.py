@@ -81,8 +81,13 @@ class MultimodalEmoji(Config):
 
         Raises:
             ModuleNotFoundError: ``espeakng-loader`` is not installed.
+            ValueError: the engine has no such voice, or the speed is out of range.
         """
         try:
+            for voice in voices:
+                speak("a", voice, SPEEDS[0])
+            for speed in speeds:
+                speak("a", VOICES[0], speed)
             return cls.C(
                 collection=collection,
                 speech_sha256=speech_fingerprint(),

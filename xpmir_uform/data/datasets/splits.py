@@ -16,6 +16,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from xpmir_uform.data import draws
+from xpmir_uform.data.checks import check_least
 
 T = TypeVar("T")
 
@@ -50,8 +51,8 @@ def check_counts(held_out: int, limit: int, name: str) -> None:
     Raises:
         ValueError: with what is expected.
     """
-    if held_out < 1 or limit < 0:
-        raise ValueError(f"held_out is {held_out} and limit {limit}, expected at least 1 and 0")
+    check_least(1, held_out=held_out)
+    check_least(0, limit=limit)
     if limit and held_out >= limit:
         raise ValueError(
             f"held_out is {held_out} and limit {limit}, which leaves no {name} for training: lower held_out or raise "
