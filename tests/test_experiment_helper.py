@@ -1,5 +1,6 @@
 """The experiment helper: jobs are watched to their end, failures are told in one line, what was done before is told."""
 
+import errno
 import json
 import os
 import shutil
@@ -10,13 +11,24 @@ from types import SimpleNamespace
 import pytest
 from experimaestro.scheduler.experiment import FailedExperiment
 from experimaestro.scheduler.jobs import JobFailureStatus
+from experimaestro.scheduler.workspace import RunMode
 
 from xpmir_uform import ContrastiveLoss, UFormEncoder, UFormTrainer
 from xpmir_uform.data.checks import validate
 from xpmir_uform.experiments import UFormExperiment, form_of
-from xpmir_uform.experiments.jobs import attempts, full_disk, history, last_lines, reason, size
+from xpmir_uform.experiments.jobs import (
+    attempts,
+    full_disk,
+    full_file_system,
+    history,
+    last_lines,
+    reason,
+    size,
+    watch,
+)
 from xpmir_uform.experiments.machine import check_devices
 from xpmir_uform.experiments.refusals import refusal
+from xpmir_uform.experiments.screen import leave_quietly
 from xpmir_uform.experiments.stopping import Stopped, signals_raised, stop_jobs
 
 
@@ -54,7 +66,7 @@ class Job:
 
 def helper(jobs):
     made = UFormExperiment(lambda helper, settings: None)
-    made.xp = SimpleNamespace(wait=lambda: None)
+    made.xp = SimpleNamespace(wait=lambda: None, workspace=SimpleNamespace(run_mode=RunMode.NORMAL))
     made.pending = [("Training", job) for job in jobs]
     return made
 
@@ -83,7 +95,7 @@ def test_any_failed_job_fails_the_command_and_is_shown(tmp_path, capsys, failing
 def test_a_job_that_was_not_run_is_said_so(tmp_path, capsys):
     jobs = [Job("job-0", tmp_path / "none", fails=True), Job("job-1", tmp_path / "none", fails=True)]
     jobs[1].reason = JobFailureStatus.DEPENDENCY
-    with pytest.raises(FailedExperiment, match=r"ended without a message .*; 1 that need it were not run"):
+    with pytest.raises(FailedExperiment, match=r"killed, for want of memory .*; 1 that need it were not run"):
         helper(jobs).wait()
     assert "job-1 was not run: a job that it needs failed." in capsys.readouterr().err
 
@@ -93,6 +105,60 @@ def test_a_job_that_the_scheduler_lost_is_not_waited_for(tmp_path):
     made.xp.wait = lambda: pytest.fail("would wait for ever")
     with pytest.raises(FailedExperiment):
         made.wait()
+
+
+def test_a_plan_that_is_listed_ends_where_it_needs_results():
+    made, reached = helper([]), []
+    made.xp.workspace.run_mode = RunMode.DRY_RUN
+
+    def plan(helper, settings):
+        helper.wait()
+        reached.append("results")
+
+    made.callable = plan
+    made._carry_out(None)
+    assert not reached
+
+
+def test_a_log_is_shown_without_what_bars_leave(tmp_path):
+    log = tmp_path / "job.err"
+    log.write_text("a reason\n\nEpoch:  20%|██        | 4/20 [00:01<00:04]\x1b[A\n\n   \x1b[A\nat 50% | of it\n")
+    assert last_lines(log) == "a reason\nat 50% | of it\n"
+
+
+def test_a_file_gets_few_states_of_a_bar(tmp_path, capsys):
+    watch("Training", Job("job-0", tmp_path / "none", looks=9))
+    assert capsys.readouterr().err.count("Training") <= 3
+
+
+def test_a_full_disk_is_no_reason_to_hide_another(tmp_path, monkeypatch):
+    told = []
+
+    def finalize(status):
+        told.append(status)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    xp = SimpleNamespace(_finalize_run=finalize)
+    leave_quietly(xp)
+    xp._finalize_run("failed")
+    assert told == ["failed"]
+
+
+def test_a_plan_that_meets_a_full_disk_names_it(tmp_path):
+    def plan(helper, settings):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "loss.png")
+
+    made = helper([])
+    made.xp.workspace.path = tmp_path
+    made.callable = plan
+    with pytest.raises(FailedExperiment, match=r"^Failed: the file system .* is full: .* are free. Make room and run"):
+        made._carry_out(None)
+
+
+def test_a_folder_that_does_not_exist_lies_where_its_parent_does(tmp_path, monkeypatch):
+    assert full_file_system(tmp_path / "a" / "b") is None
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=500_000 if path == tmp_path else 0))
+    assert "is full: 500.0 kB are free. " in full_file_system(tmp_path / "a" / "b")
 
 
 def test_a_missing_log_is_said_to_be_missing(tmp_path):
@@ -189,6 +255,11 @@ def test_jobs_are_asked_once_and_not_started_again(tmp_path, capsys):
     assert "SIGTERM: 1 running job is asked to save and stop" in capsys.readouterr().err
 
 
+def test_nothing_is_told_of_no_jobs(tmp_path, capsys):
+    stop_jobs([Job("job-0", tmp_path / "none", looks=0)], "SIGHUP")
+    assert capsys.readouterr().err == ""
+
+
 def test_a_second_signal_asks_again_and_leaves(tmp_path):
     job = Job("job-0", tmp_path / "none", looks=10**9)
 
@@ -256,6 +327,18 @@ def test_devices_that_do_not_exist_are_refused(monkeypatch, changed, message):
     config = SimpleNamespace(**{"accelerator": "auto", "precision": "32-true", "devices": "1"} | changed)
     with pytest.raises(ValueError, match=message):
         check_devices(config, here=True)
+
+
+@pytest.mark.parametrize("accelerator", ["auto", "cpu"])
+def test_more_ranks_than_processors_are_refused_here_alone(monkeypatch, accelerator):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    config = SimpleNamespace(accelerator=accelerator, precision="32-true", devices="5000")
+    check_devices(config, here=False)
+    with pytest.raises(ValueError, match="devices is '5000', but this machine has 4 of the accelerator 'cpu'"):
+        check_devices(config, here=True)
+    check_devices(SimpleNamespace(**{**vars(config), "devices": "4"}), here=True)
 
 
 @pytest.mark.parametrize("devices", ["3", "0,2", "[0, 2]"])

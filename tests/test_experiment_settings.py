@@ -3,13 +3,15 @@
 import inspect
 import logging
 import re
+from types import SimpleNamespace
 from typing import Any
 
+import click
 import pytest
 from experimaestro.experiments import configuration
 from experimaestro.utils.config import validate_attrs
 
-from xpmir_uform.experiments import ExperimentSettings, ModelSettings, TrainingSettings, UFormExperiment
+from xpmir_uform.experiments import ExperimentSettings, ModelSettings, Seeds, TrainingSettings, UFormExperiment
 from xpmir_uform.experiments.reading import read_settings
 
 
@@ -17,7 +19,7 @@ from xpmir_uform.experiments.reading import read_settings
 class Plan(ExperimentSettings):
     """Settings of all kinds."""
 
-    seeds: list[int]
+    seeds: Seeds
     form: str = "ranked"
     rate: float | None = None
     model: ModelSettings = ModelSettings()
@@ -48,6 +50,7 @@ def read(**data: Any) -> Plan:
         ({"model": 3}, "model is 3, expected a section with some of depth, "),
         ({"model": None}, "model is None, expected a section"),
         ({"seeds": ["x"]}, "seeds is ['x']: Input should be a valid integer"),
+        ({"seeds": []}, "seeds is []: List should have at least 1 item"),
         ({"training": {"epochs": 1.5}}, "training.epochs is 1.5: Input should be a valid integer"),
         ({"training": {"epochs": True}}, "training.epochs is True, expected a number"),
         ({"dirty_git": "never"}, "dirty_git is 'never': Input should be 'ignore', 'warn' or 'error'"),
@@ -110,3 +113,18 @@ def test_the_command_ends_with_one_line():
     with pytest.raises(SystemExit) as raised:
         command_reads(run, {"id": "plan", "seeds": [7], "fom": "balanced"})
     assert raised.value.code == "Refused: fom is no setting: did you mean form?"
+
+
+@pytest.mark.usefixtures("quiet_root")
+def test_the_command_refuses_what_every_plan_may_set(tmp_path, monkeypatch):
+    def run(helper, settings: Plan):
+        """Is not reached."""
+
+    with pytest.raises(SystemExit) as raised:
+        command_reads(run, {"id": "plan", "seeds": [7], "max_retries": -2})
+    assert raised.value.code == "Refused: max_retries is -2, expected at least 0"
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
+    command = click.Command("run", params=[click.Option(["--workdir"])])
+    with command.make_context("run", ["--workdir", str(tmp_path / "new")]), pytest.raises(SystemExit) as raised:
+        command_reads(run, {"id": "plan", "seeds": [7]})
+    assert re.fullmatch("Refused: the file system .* is full: 0 bytes are free. .*", raised.value.code)

@@ -58,11 +58,11 @@ class Choices(ExperimentSettings):
 @uform_experiment()
 def run(helper: UFormExperiment, settings: Choices):
     """Trains what tells languages beside the teacher and then its student, and prints the report."""
-    results = helper.xp.resultspath
     pairs = settings.pairs.collection(helper.xp.workspace.path / "data")
     told, language = tell_languages(helper, settings)
     taught, relevance, teacher = tell_relevance(helper, settings, pairs)
     helper.wait()
+    results = helper.xp.resultspath
     save_model(told, results / "language")
     save_model(taught, results / "relevance")
     report(ChoicesRun(language, relevance, teacher, results))

@@ -26,6 +26,7 @@ from xpmir_uform import (
 from xpmir_uform.experiments import (
     ExperimentSettings,
     ModelSettings,
+    Seeds,
     TrainingSettings,
     UFormExperiment,
     form_of,
@@ -55,7 +56,7 @@ class MaskSettings:
 class Masked(ExperimentSettings):
     """What the YAML file sets."""
 
-    seeds: list[int]
+    seeds: Seeds
     form: str = "ranked"
     held_out: int = 300
     limit: int = 0

@@ -26,6 +26,7 @@ from xpmir_uform.experiments import (
     InteractionSettings,
     ModelSettings,
     PairSettings,
+    Seeds,
     TrainingSettings,
     UFormExperiment,
     form_of,
@@ -39,7 +40,7 @@ from xpmir_uform.reports.reranker import LATE, POOLED, RERANKED, RerankerRun, re
 class Reranking(ExperimentSettings):
     """What the YAML file sets."""
 
-    seeds: list[int]
+    seeds: Seeds
     first: int = 50
     pairs: PairSettings = PairSettings()
     interaction: InteractionSettings = InteractionSettings()

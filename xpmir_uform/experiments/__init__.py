@@ -2,13 +2,14 @@
 
 from xpmir_uform.experiments.helper import ExperimentSettings, UFormExperiment, uform_experiment
 from xpmir_uform.experiments.pairs import InteractionSettings, PairSettings
-from xpmir_uform.experiments.settings import ModelSettings, TrainingSettings, form_of
+from xpmir_uform.experiments.settings import ModelSettings, Seeds, TrainingSettings, form_of
 
 __all__ = [
     "ExperimentSettings",
     "InteractionSettings",
     "ModelSettings",
     "PairSettings",
+    "Seeds",
     "TrainingSettings",
     "UFormExperiment",
     "form_of",

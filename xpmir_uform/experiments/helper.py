@@ -12,17 +12,32 @@ from xpm_torch import ModuleLoader
 from xpm_torch.experiments.helpers import LearningExperimentHelper
 from xpm_torch.learner import Learner, LearnerOutput
 
-from xpmir_uform.data.checks import refuse_unnamed, validate
-from xpmir_uform.experiments.jobs import attempts, failed, failure, history, job_of, lost, summary, watch
+from xpmir_uform.data.checks import check_least, refuse_unnamed, validate
+from xpmir_uform.experiments.jobs import (
+    FULL,
+    attempts,
+    failed,
+    failure,
+    full_file_system,
+    history,
+    job_of,
+    lost,
+    summary,
+    watch,
+)
 from xpmir_uform.experiments.machine import check_devices, runs_here
-from xpmir_uform.experiments.reading import check_options, read_by, read_settings
+from xpmir_uform.experiments.reading import check_options, check_room, read_by, read_settings
 from xpmir_uform.experiments.refusals import Refused, refusal
-from xpmir_uform.experiments.screen import Screen, no_carbon_banner
+from xpmir_uform.experiments.screen import Screen, leave_quietly, no_carbon_banner
 from xpmir_uform.experiments.stopping import Stopped, signals_raised, stop_jobs
 
 logger = logging.getLogger(__name__)
 
 MAX_RETRIES = 3
+
+
+class Listed(Exception):
+    """What a plan needs results for is not listed: no task was run."""
 
 
 @configuration
@@ -58,12 +73,19 @@ class UFormExperiment(LearningExperimentHelper):
         try:
             check_options()
             settings: Any = read_settings(kind, data)
+            self.max_retries = getattr(settings, "max_retries", self.max_retries)
+            check_least(0, max_retries=self.max_retries)
+            check_room()
         except ValueError as error:
             raise SystemExit(f"Refused: {error}") from None
         no_carbon_banner()
         self.screen = Screen(everything=getattr(settings, "verbose", False))
-        self.max_retries = getattr(settings, "max_retries", self.max_retries)
         return settings
+
+    @property
+    def runs(self) -> bool:
+        """Whether tasks are run, and not only listed (``--run-mode``)."""
+        return self.xp.workspace.run_mode is RunMode.NORMAL
 
     def train(
         self,
@@ -98,7 +120,8 @@ class UFormExperiment(LearningExperimentHelper):
         label = ", ".join(f"{name}={value}" for name, value in tags.items())
         init_tasks = [] if start is None else [stop_tags(start)]
         output = self.submit(f"Training {label}", learner, init_tasks=init_tasks, launcher=launcher)
-        self.monitoring_service.add(learner, learner.logpath)
+        if self.runs:
+            self.monitoring_service.add(learner, learner.logpath)
         return output
 
     def submit(self, label: str, task: Task, *, launcher: Any = None, **kwargs):
@@ -117,7 +140,7 @@ class UFormExperiment(LearningExperimentHelper):
         # experimaestro counts the failures of a task for ever, and passes over a task that has too many.
         output = task.submit(**{"launcher": launcher, "max_retries": sys.maxsize, **kwargs})
         job = job_of(task)
-        if self.xp.workspace.run_mode is RunMode.NORMAL:
+        if self.runs:
             before = attempts(job)
             job.max_retries = before + kwargs.get("max_retries", self.max_retries)
             if told := history(job, before):
@@ -130,7 +153,10 @@ class UFormExperiment(LearningExperimentHelper):
 
         Raises:
             FailedExperiment: jobs failed; their last lines have been printed, and the message is one line.
+            Listed: tasks are only listed, so that there is nothing that the plan could go on with.
         """
+        if not self.runs:
+            raise Listed
         jobs, self.pending = self.pending, []
         for label, job in jobs:
             watch(label, job)
@@ -152,7 +178,8 @@ class UFormExperiment(LearningExperimentHelper):
         if args:
             raise Refused(f"{' '.join(args)} is no option, expected -c name=value")
         self.screen = self.screen or Screen(everything=True)
-        if self.xp.workspace.run_mode is RunMode.NORMAL:
+        if self.runs:
+            leave_quietly(self.xp)
             self.screen.keep(self.xp.workdir / "experiment.log")
             print(f"Log: {self.screen.path}", file=sys.stderr)
         with signals_raised(self.screen.path):
@@ -168,11 +195,15 @@ class UFormExperiment(LearningExperimentHelper):
         try:
             self.callable(self, configuration)
             self.wait()
+        except Listed:
+            print("Nothing was run.", file=sys.stderr)
         except Exception as error:
             message = None if isinstance(error, Refused) else refusal(error)
             if message is None:
                 raise
             logger.info("the traceback of what was refused", exc_info=True)
+            if full := full_file_system(self.xp.workspace.path, FULL in message):
+                raise Refused(f"Failed: {full}") from None
             raise Refused(f"Refused: {message}") from None
 
 

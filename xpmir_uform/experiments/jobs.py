@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import time
 from collections import deque
 from datetime import datetime
@@ -18,10 +19,20 @@ from xpmir_uform.learner import shelf
 
 SHOWN_LINES = 30
 POLL_SECONDS = 0.2
+LOGGED_SECONDS = 60.0
+"""Between two states of a bar in a file, which keeps each of them"""
+
 ERROR = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Timeout|Cancelled|Interrupt)(?:: .*)?")
 """The line of a traceback that names the error"""
 
+BAR = re.compile(r"\s*(?:.*\d%\|.*\| .*)?(?:\x1b\[A)?\s*")
+"""A line that a bar leaves in a log: one of its states, or none"""
+
 FULL = os.strerror(errno.ENOSPC)
+KILLED = (
+    "it ended without a message, as a process does that is killed, for want of memory for one; the same command goes "
+    "on from its newest checkpoint"
+)
 SPARE_BYTES = 2**20
 """With less than this free, a file system is full for a job that has no checkpoint."""
 
@@ -59,14 +70,18 @@ def failed(job: Any) -> bool:
 
 def watch(label: str, job: Any) -> None:
     """Shows the progress of one job until it ends."""
+    seconds = POLL_SECONDS if sys.stderr.isatty() else LOGGED_SECONDS
     with tqdm(total=100, desc=label, bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}{postfix}") as bar:
+        shown = time.monotonic()
         while not ended(job):
             levels = job.progress
             if levels:
                 bar.n = 100 * levels[0].progress
                 inner = [f"{level.desc or ''} {level.progress:.0%}" for level in levels[1:]]
                 bar.set_postfix_str(", ".join(inner), refresh=False)
-            bar.refresh()
+            if time.monotonic() - shown >= seconds:
+                shown = time.monotonic()
+                bar.refresh()
             time.sleep(POLL_SECONDS)
         bar.n = 0 if failed(job) else 100
         bar.set_postfix_str("failed" if failed(job) else "done")
@@ -106,10 +121,10 @@ def failure(job: Any) -> str:
 
 
 def last_lines(path: Path, count: int = SHOWN_LINES) -> str:
-    """The last lines of a log, or why there are none."""
+    """The last lines of a log that hold more than a bar, or why there are none."""
     try:
         with path.open(errors="replace") as file:
-            return "".join(deque(file, count))
+            return "".join(deque((line for line in file if not BAR.fullmatch(line)), count))
     except OSError as error:
         return f"(no log: {error})"
 
@@ -132,7 +147,7 @@ def reason(job: Any) -> str:
     if full := full_disk(job, FULL in log):
         return full
     errors = [line.strip() for line in log.splitlines() if ERROR.fullmatch(line.strip())]
-    return f"{errors[-1] if errors else 'it ended without a message'} ({job.stderr})"
+    return f"{errors[-1] if errors else KILLED} ({job.stderr})"
 
 
 def full_disk(job: Any, certain: bool) -> str | None:
@@ -141,13 +156,28 @@ def full_disk(job: Any, certain: bool) -> str | None:
     Args:
         certain: the job has said that there was no space.
     """
-    needed, free = checkpoint_bytes(job.path), shutil.disk_usage(job.path).free
+    needed = checkpoint_bytes(job.path)
+    takes = f", and a checkpoint of this job takes {size(needed)}" if needed else ""
+    told = full_file_system(job.path, certain, needed, takes)
+    return told and f"{told} ({job.stderr})"
+
+
+def full_file_system(path: Path, certain: bool = False, needed: int = 0, takes: str = "") -> str | None:
+    """Which file system is full; None: it is not.
+
+    Args:
+        path: lies on it; what does not exist yet lies where its parent does.
+        certain: it has been seen to be full.
+        needed: bytes; with less free, it is full.
+        takes: says what needs them.
+    """
+    place = next(each for each in (path.resolve(), *path.resolve().parents) if each.exists())
+    free = shutil.disk_usage(place).free
     if not certain and free >= max(needed, SPARE_BYTES):
         return None
-    takes = f", and a checkpoint of this job takes {size(needed)}" if needed else ""
     return (
-        f"the file system {mount_of(job.path)} is full: {size(free)} are free{takes}. Make room and run the same "
-        f"command again ({job.stderr})"
+        f"the file system {mount_of(place)} is full: {size(free)} are free{takes}. Make room and run the same command "
+        "again"
     )
 
 
@@ -160,7 +190,7 @@ def checkpoint_bytes(folder: Path) -> int:
 
 def mount_of(path: Path) -> Path:
     """Where the file system of ``path`` is mounted."""
-    return next(each for each in (path.resolve(), *path.resolve().parents) if os.path.ismount(each))
+    return next(each for each in (path, *path.parents) if os.path.ismount(each))
 
 
 def size(count: float) -> str:

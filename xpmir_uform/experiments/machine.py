@@ -1,5 +1,6 @@
 """Where a task is to run: refused before it is submitted where that is known to fail."""
 
+import os
 import re
 from typing import Any, get_args
 
@@ -40,16 +41,17 @@ def check_devices(config: Any, here: bool) -> None:
             "'auto' (all of them)"
         )
     if here:
-        _check_gpus(config.accelerator, str(config.devices))
+        _check_counts(config.accelerator, str(config.devices))
 
 
-def _check_gpus(accelerator: str, devices: str) -> None:
-    """Refuses GPUs that this machine lacks."""
+def _check_counts(accelerator: str, devices: str) -> None:
+    """Refuses GPUs that this machine lacks, and more ranks than it has processors."""
     count = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     count["gpu"] = count["cuda"] or count["mps"]
-    if accelerator == "cpu" or (accelerator == "auto" and not count["gpu"]):
-        return
-    there = count.get("gpu" if accelerator == "auto" else accelerator)
+    if accelerator == "auto":
+        accelerator = "gpu" if count["gpu"] else "cpu"
+    count["cpu"] = os.cpu_count() or 1
+    there = count.get(accelerator)
     if there == 0:
         raise ValueError(
             f"accelerator is {accelerator!r}, but this machine has none: set it to auto or cpu, or submit with a "

@@ -7,6 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -15,6 +16,8 @@ import click
 from experimaestro.experiments.configuration import MISSING
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import core_schema
+
+from xpmir_uform.experiments.jobs import full_file_system
 
 T = TypeVar("T")
 
@@ -117,7 +120,23 @@ def check_options() -> None:
     Raises:
         ValueError: there is one.
     """
-    context = click.get_current_context(silent=True)
-    for option in context.params.get("extra_conf", ()) if context else ():
+    for option in _parameter("extra_conf") or ():
         if "=" not in option:
             raise ValueError(f"-c {option} sets nothing, expected -c name=value")
+
+
+def check_room() -> None:
+    """Refuses a ``--workdir`` on a full disk, of which experimaestro's command tells by a traceback.
+
+    Raises:
+        ValueError: which file system is full.
+    """
+    folder = _parameter("workdir")
+    if folder and (full := full_file_system(Path(folder))):
+        raise ValueError(full)
+
+
+def _parameter(name: str) -> Any:
+    """What experimaestro's command was given for an option; None: nothing, or another program runs."""
+    context = click.get_current_context(silent=True)
+    return context.params.get(name) if context else None

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from experimaestro.scheduler.experiment import experiment
 
+logger = logging.getLogger(__name__)
+
 HELD = 100_000
 """Lines that are held at most until there is a file for them"""
 
@@ -34,19 +36,25 @@ def no_carbon_banner() -> None:
         (experiment.__init__.__kwdefaults__ or {})["no_environmental_impact"] = True
 
 
+def leave_quietly(xp: experiment) -> None:
+    """Lets an experiment be left on a full disk: what it cannot write of its end would hide why it ends."""
+    finalize = xp._finalize_run
+
+    def attempt(status: str) -> None:
+        try:
+            finalize(status)
+        except OSError as error:
+            logger.info("the end of the experiment is not written: %s", error)
+
+    xp._finalize_run = attempt  # type: ignore[method-assign]
+
+
 def matters(record: logging.LogRecord) -> bool:
     """Whether a log line is for the screen: a warning or worse that nothing else tells of.
 
     Lines with a traceback are of errors that are raised too.
     """
     return record.levelno >= logging.WARNING and not record.exc_info and not str(record.msg).startswith(NOISE)
-
-
-class LogFile(logging.FileHandler):
-    """A file of log lines; a disk that is full is told of once, at the end, and not at each line."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Does nothing."""
 
 
 class Screen:
@@ -59,6 +67,8 @@ class Screen:
     def __init__(self, everything: bool) -> None:
         self.held = MemoryHandler(HELD, flushLevel=logging.CRITICAL + 1)
         self.path = Path(os.devnull)
+        # A disk that is full is told of once, at the end, and not at each line of each log.
+        logging.raiseExceptions = False
         root = logging.getLogger()
         if not everything and root.level > logging.DEBUG:
             for handler in root.handlers:
@@ -67,7 +77,7 @@ class Screen:
 
     def keep(self, path: Path) -> None:
         """Writes what was held, and all that follows, to the file at ``path``."""
-        file = LogFile(path)
+        file = logging.FileHandler(path)
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logging.getLogger().addHandler(file)
         self.held.setTarget(file)

@@ -1,7 +1,10 @@
 """Settings that YAML files set and experiment files turn into configurations."""
 
+from typing import Annotated
+
 from experimaestro import Config
 from experimaestro.experiments import configuration
+from pydantic import Field
 from xpm_torch import Random
 from xpm_torch.configuration import FabricConfiguration
 
@@ -16,6 +19,9 @@ from xpmir_uform.model import PooledHead, UFormEncoder
 from xpmir_uform.trainer.optimizers import adamw
 from xpmir_uform.trainer.schedule import CosineSchedule
 from xpmir_uform.trainer.trainer import UFormTrainer
+
+Seeds = Annotated[list[int], Field(min_length=1)]
+"""One training for each; at least one"""
 
 FORMS: dict[str, type[PairForm]] = {form.NAME: form for form in (BalancedForm, RankedForm, SigmoidForm)}
 

@@ -71,12 +71,13 @@ def stop_jobs(jobs: Iterable[Any], reason: str) -> None:
     for job in left:
         # One that saves and leaves would be started again.
         job.max_retries = -1
-    print(
-        f"\n{reason}: {_count(left)} asked to save and stop. Once more ends at once, and what was done since the last "
-        "checkpoints is repeated.",
-        file=sys.stderr,
-        flush=True,
-    )
+    if left:
+        print(
+            f"\n{reason}: {_count(left)} asked to save and stop. Once more ends at once, and what was done since the "
+            "last checkpoints is repeated.",
+            file=sys.stderr,
+            flush=True,
+        )
     asked: set[int] = set()
     try:
         while left := [job for job in left if not ended(job)]:
