@@ -43,13 +43,13 @@ class Job:
 
     @property
     def scheduler_state(self):
-        self.looks -= 1
         finished, is_error = (lambda: not self.loses and self.looks <= 0), (lambda: self.fails)
         return SimpleNamespace(finished=finished, is_error=is_error, failure_reason=self.reason)
 
     def finalState(self):
+        self.looks -= 1
         future = Future()
-        if self.loses and self.looks <= 0:
+        if self.looks <= 0:
             future.set_result(None)
         return future
 
