@@ -126,9 +126,10 @@ def started(folder, **mask):
 
 
 def test_the_weights_that_training_begins_with_are_a_part_of_its_identifier(tmp_path):
-    found = [started(tmp_path, **mask) for mask in ({}, {"image_mask_ratio": 0.5}, {"image_mask_ratio": 0.0})]
+    masks = {}, {"token_mask_probability": 0.5}, {"token_mask_probability": 0.0}
+    found = [started(tmp_path, **mask) for mask in masks]
     assert len(set(found)) == 3
-    assert started(tmp_path, image_mask_ratio=0.5) == found[1]
+    assert started(tmp_path, token_mask_probability=0.5) == found[1]
 
 
 def test_weights_of_another_model_object_are_refused(tmp_path):

