@@ -328,7 +328,7 @@ def test_what_is_no_job_is_refused_in_one_line(tmp_path, capsys):
     (tmp_path / "params.json").write_text("{}")
     assert "has no telemetry.jsonl: the job has made no step yet" in refused(capsys, tmp_path)
     (tmp_path / "telemetry.jsonl").touch()
-    assert "the telemetry has no line yet" in refused(capsys, tmp_path)
+    assert "the telemetry has no line that can be read" in refused(capsys, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["params.json", "telemetry.jsonl"]
 
 

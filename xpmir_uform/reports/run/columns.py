@@ -103,7 +103,9 @@ def read_columns(lines: Iterable[Mapping[str, Any]]) -> Columns:
                 phases[line["step"], phase] = None
                 current[group] = phase
     if not steps:
-        raise ValueError("the telemetry has no line yet, expected at least one step: wait for it, then ask again")
+        raise ValueError(
+            "the telemetry has no line that can be read, expected at least one step: wait if the job has just begun"
+        )
     for column in columns.values():
         column.extend([math.nan] * (len(steps) - len(column)))
     arrays = {place: np.asarray(column, dtype=np.float64) for place, column in columns.items()}
