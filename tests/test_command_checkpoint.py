@@ -146,7 +146,7 @@ def test_arguments_that_an_action_does_not_take_are_refused(capsys, arguments, m
     assert message in capsys.readouterr().err
 
 
-ESCAPES = "red\x1b[31m\x07\x9b2J\u202e"
+ESCAPES = "red\x1b[31m\x07\x9b2J\u202e\nwhole    all of it"
 
 
 def test_a_strangers_manifest_is_printed_without_characters_that_a_terminal_obeys(job, capsys):
@@ -162,6 +162,7 @@ def test_a_strangers_manifest_is_printed_without_characters_that_a_terminal_obey
     shown, err = capsys.readouterr()
     assert "red\\x1b[31m\\x07\\x9b2J\\u202e" in shown
     assert all(part.isprintable() or part == "\n" for part in shown + err)
+    assert not any(line.startswith("whole    all of it") for line in (shown + err).splitlines())
 
 
 @pytest.mark.parametrize("action", ["show", "verify", "lineage", "export"])

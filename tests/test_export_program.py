@@ -81,6 +81,7 @@ def image_files():
         bytes_of(smooth.convert("1")),
         bytes_of(Image.fromarray(deep)),
         bytes_of(Image.fromarray(deep), transparency=int(deep[0, 0])),
+        bytes_of(Image.fromarray(deep), "TIFF", tiffinfo={262: 0}),
         bytes_of(Image.fromarray(deep.astype(np.int32) - 9000), "TIFF"),
         bytes_of(Image.fromarray(deep.astype(np.float32) / 65535), "TIFF"),
         bytes_of(transparent, "WEBP", lossless=True),

@@ -48,8 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def say(text: Any) -> None:
-    """Prints what a file may have brought: no character that a terminal obeys."""
-    print(printable(text))
+    """Prints what a file may have brought, on one line: no character that a terminal obeys."""
+    print(printable(text).replace("\n", "\\n"))
 
 
 def export(path: Path, folder: Path, step: int | None, best: bool, trust: list[str]) -> int:
@@ -137,7 +137,9 @@ def diff(path: Path, other: Path) -> int:
 
     first, second = (checkpoint.read(shelf.resolve(each)) for each in (path, other))
     fields = lineage.manifest_differences(first.manifest, second.manifest)
-    say(side_by_side(fields, ("field", "first", "second")) if fields else "The manifests agree.")
+    table = side_by_side(fields, ("field", "first", "second")) if fields else "The manifests agree."
+    for line in table.split("\n"):
+        say(line)
     tensors = lineage.tensor_differences(first, second)
     say(f"{len(tensors)} tensors differ." if tensors else "Every tensor is the same, bit for bit.")
     for name, said in list(tensors.items())[:SHOWN]:

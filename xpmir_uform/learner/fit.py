@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from experimaestro import Config
 
-from xpmir_uform.data.disk import hash_of
+from xpmir_uform.data.disk import hash_of, quoted
 from xpmir_uform.data.items import Bag, Item
 
 UNRELATED = ("listeners", "resume_from")
@@ -165,11 +165,12 @@ def differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[s
 
 def side_by_side(fields: Mapping[str, Sequence[Any]], titles: tuple[str, str, str]) -> str:
     """Differing fields as an aligned text of three columns; long values are cut."""
-    rows = [titles, *((name, *(_cut(value) for value in values)) for name, values in fields.items())]
+    rows = [
+        titles,
+        *(
+            (quoted(name), *("(none)" if value is None else quoted(value, 40) for value in values))
+            for name, values in fields.items()
+        ),
+    ]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return "\n".join(f"  {name:<{widths[0]}}  {theirs:<{widths[1]}}  {ours}" for name, theirs, ours in rows)
-
-
-def _cut(value: Any, most: int = 40) -> str:
-    text = "(none)" if value is None else str(value)
-    return text if len(text) <= most else f"{text[: most - 1]}…"
