@@ -9,13 +9,16 @@ from faults.injection import Act
 from faults.training import Acts
 
 TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+OTHERS = (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2, signal.SIGXCPU)
 STEP = 11
 SIGNALS = {"SIGTERM": (TERM,), "SIGINT": (INT,), "SIGUSR1": (USR1,), "SIGTERM twice": (TERM, TERM)}
+"""Sent at every operation; the others, which one handler meets, between steps only."""
 
 
 def rows(lab: Lab) -> Iterator[Row]:
     """Idle, in a step, while saving, while loading."""
-    for name, numbers in lab.spread([*SIGNALS.items()], 2):
+    every = SIGNALS | {number.name: (number,) for number in OTHERS}
+    for name, numbers in lab.spread([*every.items()], 3):
         row = Row(f"{name} while it begins, between steps, in a forward pass")
         for setup in (before(0, send(*numbers)), before(STEP, send(*numbers)), forward(send(*numbers))):
             once(lab, row, lambda trial, setup=setup: setup)
