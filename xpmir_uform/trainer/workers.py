@@ -67,10 +67,12 @@ def _ended(workers: Sequence[BaseProcess]) -> str:
     """Which worker has ended, and how; its connections are closed a moment before. Empty: none has."""
     if not workers:
         return ""
-    wait([worker.sentinel for worker in workers], NOTICED_SECONDS)
-    lost = next((worker for worker in workers if worker.exitcode is not None), None)
+    closed = wait([worker.sentinel for worker in workers], NOTICED_SECONDS)
+    lost = next((worker for worker in workers if worker.sentinel in closed), None)
     if lost is None:
         return ""
+    # The kernel closes what a process held before it says how it ended.
+    lost.join(NOTICED_SECONDS)
     code = lost.exitcode or 0
     return f"process {lost.pid} " + (f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with {code}")
 
