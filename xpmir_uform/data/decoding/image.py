@@ -22,6 +22,9 @@ from xpmir_uform.data.vocabulary import Modality
 PIXEL_LIMIT = 1 << 26
 """A file that declares more pixels (67 million) is refused before they are expanded."""
 
+HEAVIER = {"JPEG2000": 4, "WEBP": 2, "AVIF": 2}
+"""Formats whose decoders hold several copies of the pixels: a file may declare so many times fewer of them."""
+
 FORMATS = (
     *("JPEG", "PNG", "WEBP", "AVIF", "GIF", "TIFF", "BMP", "DIB", "JPEG2000"),
     *("PPM", "TGA", "QOI", "PSD", "PCX", "SGI"),
@@ -158,9 +161,10 @@ def _opened(content: bytes, shape: ImageShape) -> Image.Image:
     content = without_texts(content)
     picture: Image.Image = Image.open(BytesIO(content), formats=FORMATS)
     width, height = picture.size
-    if width * height > PIXEL_LIMIT or max(width, height) > SIDE_LIMIT:
+    most = PIXEL_LIMIT // HEAVIER.get(picture.format or "", 1)
+    if width * height > most or max(width, height) > SIDE_LIMIT:
         raise ValueError(
-            f"it declares {width} x {height} pixels, expected at most {PIXEL_LIMIT}, and at most {SIDE_LIMIT} on a side"
+            f"it declares {width} x {height} pixels, expected at most {most}, and at most {SIDE_LIMIT} on a side"
         )
     if width * height == 0:
         raise ValueError(f"it has no pixels ({width} x {height})")
