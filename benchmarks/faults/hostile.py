@@ -165,8 +165,9 @@ def sealed(lab: Lab, row: Row, name: str, file: str, make: Callable[[bytes, Harm
     path = folder / file
     path.write_bytes(make(path.read_bytes(), Harm(canary)))
     if file == manifest.NAME:
-        # Nothing vouches for the manifest: as it is, it is damage; so is the older one.
-        (trial.checkpoints / f"step-{NEWEST - 1:08d}" / file).write_bytes(path.read_bytes())
+        # Nothing vouches for the manifest: as it is, it is damage; so are the older ones.
+        for older in trial.checkpoints.glob(f"step-*/{file}"):
+            older.write_bytes(path.read_bytes())
     else:
         reseal(folder)
     status, lost = stops_and_goes_on(lab, trial)
