@@ -20,14 +20,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from xpmir_uform import PooledHead, UFormEncoder
+from xpmir_uform.base.keyed_random import Purpose, generator
+from xpmir_uform.batching.bag_sizes import BagSize
 from xpmir_uform.batching.balance import balance
 from xpmir_uform.batching.cost import CostModel, fit
+from xpmir_uform.batching.footprint import cost_of
+from xpmir_uform.batching.memory_probe import probe, probe_lengths, saved_bytes
 from xpmir_uform.batching.packer import pack
-from xpmir_uform.batching.prediction import cost_of
-from xpmir_uform.batching.probing import probe, probe_lengths, saved_bytes
-from xpmir_uform.batching.sizes import BagSize
-from xpmir_uform.data.draws import Purpose, generator
-from xpmir_uform.data.segments import blank_text
+from xpmir_uform.data.decoding.segment import blank_text
 from xpmir_uform.model.packing import pack as pack_segments
 
 BAGS, LONGEST = 10_000, 300

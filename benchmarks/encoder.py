@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from xpmir_uform.data.datasets.emoji import LANGUAGES, read_names
-from xpmir_uform.data.draws import Purpose, generator
-from xpmir_uform.data.segments import Segment
+from xpmir_uform.base.keyed_random import Purpose, generator
+from xpmir_uform.data.decoding.segment import Segment
 from xpmir_uform.data.vocabulary import Modality
+from xpmir_uform.datasets.emoji import LANGUAGES, read_names
 from xpmir_uform.model.encoder import Encoder
+from xpmir_uform.model.head_modules import mean_of_items
 from xpmir_uform.model.initialisation import initialise
 from xpmir_uform.model.packing import pack
-from xpmir_uform.model.pooling import mean_of_items
 from xpmir_uform.model.rotary import HEAD_WIDTH, rotate, rotation
 
 NAMES, DEPTH, HIDDEN, THREADS = 512, 2, 128, 2

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from xpmir_uform import Document, PooledHead, TokenHead, UFormEncoder, build_index
-from xpmir_uform.data.datasets.emoji import LANGUAGES, read_names
-from xpmir_uform.export.index.nearest import exact_nearest, graph_nearest, open_graph, write_graph
+from xpmir_uform.datasets.emoji import LANGUAGES, read_names
+from xpmir_uform.index.nearest import exact_nearest, graph_nearest, open_graph, write_graph
 from xpmir_uform.reports.tables import table
 
 THREADS = 1

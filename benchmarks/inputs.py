@@ -37,13 +37,13 @@ from xpmir_uform import (
     UFormEncoder,
     VideoShape,
 )
-from xpmir_uform.data.decoding import decode
-from xpmir_uform.data.segments import Segment, blank_text
+from xpmir_uform.data.decoding.registry import decode
+from xpmir_uform.data.decoding.segment import Segment, blank_text
 from xpmir_uform.losses.base import Answers
 from xpmir_uform.model import pack
 from xpmir_uform.reports.tables import table
 from xpmir_uform.trainer.loader import LoadedStep, StepDataset, iterate_steps
-from xpmir_uform.trainer.step import Engine, Microbatch, Share, exact_step
+from xpmir_uform.trainer.step.exact import Engine, Microbatch, Share, exact_step
 
 DEPTH, HIDDEN, BATCH, WORKERS, THREADS = 2, 128, 96, 2, 2
 """Of the quickstart, but for the workers."""

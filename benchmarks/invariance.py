@@ -61,8 +61,8 @@ from xpmir_uform import (
     UFormTrainer,
     adamw,
 )
-from xpmir_uform.data.draws import Purpose, generator, key_of
-from xpmir_uform.data.fields import default
+from xpmir_uform.base.configuration import default
+from xpmir_uform.base.keyed_random import Purpose, generator, key_of
 from xpmir_uform.losses.base import Encoded
 from xpmir_uform.model.packing import pack
 from xpmir_uform.reports.tables import table

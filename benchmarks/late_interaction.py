@@ -22,7 +22,7 @@ from torch.nn.functional import normalize, softplus
 from xpmir_uform import Bag, Batch, Item, LateInteractionLoss, Negatives, Side
 from xpmir_uform.losses.base import Answers
 from xpmir_uform.reports.tables import table
-from xpmir_uform.trainer.step import Engine, Microbatch, Share, exact_step
+from xpmir_uform.trainer.step.exact import Engine, Microbatch, Share, exact_step
 
 QUERIES, QUERY_TOKENS, DOCUMENTS, DOCUMENT_TOKENS, WIDTH = 256, 32, 1024, 128, 128
 TARGET = 0.2

@@ -21,7 +21,7 @@ from xpmir_uform.losses.base import Answers
 from xpmir_uform.model import pack
 from xpmir_uform.reports.tables import table
 from xpmir_uform.trainer.loader import LoadedStep, StepDataset
-from xpmir_uform.trainer.step import Engine, Microbatch, Share, exact_step
+from xpmir_uform.trainer.step.exact import Engine, Microbatch, Share, exact_step
 
 BAGS, TOKENS, TARGET = 128, 24, 1.40
 

@@ -22,10 +22,10 @@ from experimaestro import taskglobals
 from experimaestro.xpmutils import DirectoryContext
 
 from xpmir_uform import Augmentation, ContrastiveLoss, EmojiBags, EmojiCollection, RankedForm
-from xpmir_uform.experiments import ModelSettings, TrainingSettings
-from xpmir_uform.learner import guard
-from xpmir_uform.learner.observer import Observer
-from xpmir_uform.learner.telemetry import read_telemetry
+from xpmir_uform.learner import nonfinite
+from xpmir_uform.learner.step_recorder import Observer
+from xpmir_uform.monitoring.telemetry import read_telemetry
+from xpmir_uform.recipes import ModelSettings, TrainingSettings
 from xpmir_uform.reports.tables import table
 
 TARGET = 0.02
@@ -74,7 +74,7 @@ def run(steps: int, folder: Path) -> tuple[list[dict[str, float]], list[float]]:
     timer = Timer()
     Observer.begin = timer.next(timer.around("line", Observer.begin))  # type: ignore[method-assign]
     Observer.end = timer.around("line", Observer.end)  # type: ignore[method-assign]
-    guard.judge = timer.around("check", guard.judge)
+    nonfinite.judge = timer.around("check", nonfinite.judge)
     taskglobals.Env.instance().taskpath = folder
     learner.instance(context=DirectoryContext(folder)).execute()
     return timer.seconds[1:], [line["seconds"]["step"] for line in read_telemetry(folder)]

@@ -37,9 +37,9 @@ from uform_kernels import choice_loss, maxsim, pair_loss
 from uform_kernels.targets import architecture, row_for
 
 # The functions of the package hide its folders of the same names.
-maxsim_tiles = importlib.import_module("uform_kernels.maxsim.tiles")
-pair_loss_kernel = importlib.import_module("uform_kernels.pair_loss.kernel")
-choice_loss_kernel = importlib.import_module("uform_kernels.choice_loss.kernel")
+maxsim_tiles = importlib.import_module("uform_kernels.ops.maxsim.tiles")
+pair_loss_kernel = importlib.import_module("uform_kernels.ops.pair_loss.kernel")
+choice_loss_kernel = importlib.import_module("uform_kernels.ops.choice_loss.kernel")
 
 # Where Triton interprets, bfloat16 is wrong.
 HALF = torch.float16 if DRY_RUN else torch.bfloat16
@@ -160,7 +160,7 @@ def maxsim_searches() -> Iterator[Search]:
         key, listed = (kernel, dtype.itemsize), 2 * (kernel == "listed")
         lengths = ([33, 1, 2], [70, 1]) if DRY_RUN else ([33, 1, 2, 65], [130, 1, 65, 2, 200])
         fault = checker(maxsim_problem(*lengths, listed, dtype), dtype)
-        place = f'maxsim/tiles.py, TABLE["{kernel}", {dtype.itemsize}]'
+        place = f'ops/maxsim/tiles.py, TABLE["{kernel}", {dtype.itemsize}]'
         yield Search(place, maxsim_tiles.TABLE[key], MAXSIM_GRIDS[kernel], fault, partial(timed_maxsim, kernel, dtype))
 
 
@@ -196,7 +196,7 @@ def pair_loss_searches() -> Iterator[Search]:
     grid = {"R": (4, 8, 16, 32, 64), "C": (64, 128, 256), "num_warps": (4, 8, 16)}
     # Half-precision forces are bfloat16's alone.
     for dtype in (torch.float32,) if DRY_RUN else (torch.bfloat16, torch.float32):
-        rows, place = pair_loss_kernel.TABLE[dtype.itemsize], f"pair_loss/kernel.py, TABLE[{dtype.itemsize}]"
+        rows, place = pair_loss_kernel.TABLE[dtype.itemsize], f"ops/pair_loss/kernel.py, TABLE[{dtype.itemsize}]"
         yield Search(place, rows, grid, checker(pair_loss_problem(dtype), dtype), partial(timed_forces, dtype))
 
 
@@ -243,7 +243,7 @@ def choice_loss_searches() -> Iterator[Search]:
         return choice_loss(x, *offers, backend=backend)
 
     fault = checker((loss, (logits,)), HALF)
-    yield Search("choice_loss/kernel.py, TABLE", choice_loss_kernel.TABLE, grid, fault, timed_choice_loss)
+    yield Search("ops/choice_loss/kernel.py, TABLE", choice_loss_kernel.TABLE, grid, fault, timed_choice_loss)
 
 
 def timed_choice_loss() -> Call:

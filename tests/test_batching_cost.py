@@ -5,9 +5,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from xpmir_uform import ImageShape, PooledHead, UFormEncoder
-from xpmir_uform.batching import probing
+from xpmir_uform.batching import memory_probe
 from xpmir_uform.batching.cost import CostModel, Probe, fit
-from xpmir_uform.data.segments import blank_text
+from xpmir_uform.data.decoding.segment import blank_text
 from xpmir_uform.model.packing import pack
 
 CPU = torch.device("cpu")
@@ -24,11 +24,11 @@ def run():
 
 
 def fitted(run):
-    return fit(probing.probe(run, probing.probe_lengths(0, CPU), CPU))
+    return fit(memory_probe.probe(run, memory_probe.probe_lengths(0, CPU), CPU))
 
 
 def error(model, run, lengths):
-    taken = probing.measure(lambda: run(lengths), CPU)
+    taken = memory_probe.measure(lambda: run(lengths), CPU)
     return abs(model.predict(lengths) - taken) / taken
 
 
@@ -65,16 +65,16 @@ def test_the_count_is_exact():
         hidden = (x @ weight).exp()  # the product saves x and the weight, exp its result
         (hidden * hidden.view(4, 16).view(16, 4)).sum().backward()  # one storage, seen twice
 
-    assert probing.saved_bytes(run) == 4 * (16 * 8 + 16 * 4)
+    assert memory_probe.saved_bytes(run) == 4 * (16 * 8 + 16 * 4)
 
 
 def test_the_count_has_no_noise(run):
-    assert len({probing.saved_bytes(lambda: run((9, 30, 4))) for _ in range(3)}) == 1
+    assert len({memory_probe.saved_bytes(lambda: run((9, 30, 4))) for _ in range(3)}) == 1
 
 
 def test_a_linear_cost_is_recovered():
     truth = CostModel(tokens=120.0, squares=0.25, items=900.0, constant=5e4)
-    probes = [Probe(lengths, round(truth.predict(lengths))) for lengths in probing.probe_lengths(0, CPU)]
+    probes = [Probe(lengths, round(truth.predict(lengths))) for lengths in memory_probe.probe_lengths(0, CPU)]
     assert fit(probes).predict((300, 20)) == pytest.approx(truth.predict((300, 20)), rel=1e-4)
 
 
@@ -95,8 +95,8 @@ def test_nothing_can_be_fitted_to_nothing(probes):
 
 
 def test_probes_keep_to_the_longest_item():
-    assert max(max(lengths) for lengths in probing.probe_lengths(24, CPU)) == 24
-    assert min(min(lengths) for lengths in probing.probe_lengths(1, CPU)) == 1
+    assert max(max(lengths) for lengths in memory_probe.probe_lengths(24, CPU)) == 24
+    assert min(min(lengths) for lengths in memory_probe.probe_lengths(1, CPU)) == 1
 
 
 def test_a_probe_that_does_not_fit_is_left_out():
@@ -105,7 +105,7 @@ def test_a_probe_that_does_not_fit_is_left_out():
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
         (torch.ones(sum(lengths), requires_grad=True) * torch.ones(sum(lengths))).sum().backward()
 
-    assert [probe.lengths for probe in probing.probe(run, [(10,), (30,), (4, 5)], CPU)] == [(10,), (4, 5)]
+    assert [probe.lengths for probe in memory_probe.probe(run, [(10,), (30,), (4, 5)], CPU)] == [(10,), (4, 5)]
 
 
 def test_a_probe_that_fails_for_another_reason_fails():
@@ -113,7 +113,7 @@ def test_a_probe_that_fails_for_another_reason_fails():
         raise RuntimeError("shapes do not match")
 
     with pytest.raises(RuntimeError, match="do not match"):
-        probing.probe(run, [(10,)], CPU)
+        memory_probe.probe(run, [(10,)], CPU)
 
 
 def test_the_budget_counts_what_the_allocator_holds_and_can_reuse(monkeypatch):
@@ -122,12 +122,12 @@ def test_the_budget_counts_what_the_allocator_holds_and_can_reuse(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 * gigabyte)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4 * gigabyte)
     device = torch.device("cuda")
-    assert probing.budget(device, 0.5) == 0.5 * (2 + 10 - 4) * gigabyte
-    assert probing.budget(device, 1.0, reach=6 * gigabyte) == 2 * gigabyte
+    assert memory_probe.budget(device, 0.5) == 0.5 * (2 + 10 - 4) * gigabyte
+    assert memory_probe.budget(device, 1.0, reach=6 * gigabyte) == 2 * gigabyte
 
 
 def test_a_cpu_has_no_budget_of_its_own():
-    assert probing.budget(CPU, 0.5) == float("inf")
+    assert memory_probe.budget(CPU, 0.5) == float("inf")
 
 
 @pytest.mark.gpu
@@ -141,8 +141,8 @@ def test_held_out_peaks_of_the_allocator_are_predicted_within_ten_percent():
     def run(lengths):
         model(pack([blank_text(n) for n in lengths]).to(device)).embeddings.sum().backward()
 
-    cost = fit(probing.probe(run, probing.probe_lengths(0, device), device))
+    cost = fit(memory_probe.probe(run, memory_probe.probe_lengths(0, device), device))
     kept = sum(parameter.nbytes for parameter in model.parameters())  # gradients exist by now
     for lengths in [(64,) * 400, (1000,) * 20, tuple(range(1, 200))]:
-        taken = kept + probing.measure(lambda lengths=lengths: run(lengths), device)
+        taken = kept + memory_probe.measure(lambda lengths=lengths: run(lengths), device)
         assert cost.predict(lengths) == pytest.approx(taken, rel=0.10)

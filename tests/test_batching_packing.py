@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from xpmir_uform.base.keyed_random import Purpose, generator
+from xpmir_uform.batching.bag_sizes import BagSize, Sizes
 from xpmir_uform.batching.balance import balance
 from xpmir_uform.batching.cost import CostModel
 from xpmir_uform.batching.packer import BagPacker, pack
 from xpmir_uform.batching.shape import BatchShape
-from xpmir_uform.batching.sizes import BagSize, Sizes
-from xpmir_uform.data.draws import Purpose, generator
 
 MODEL = CostModel(tokens=100.0, squares=0.5, items=30.0, constant=1000.0)
 
@@ -150,7 +150,7 @@ def test_limits_that_are_zero_are_absent():
 
 @pytest.mark.parametrize("shape", [{"rows": 4}, {"bags": -1}])
 def test_shapes_that_make_no_sense_are_refused(shape):
-    from xpmir_uform.data.checks import validate
+    from xpmir_uform.base.configuration import validate
 
     with pytest.raises(ValueError, match="expected"):
         validate(BatchShape.C(**shape))

@@ -21,10 +21,10 @@ from xpmir_uform import (
     adamw,
 )
 from xpmir_uform.batching.batcher import UFormBatcher
-from xpmir_uform.batching.prediction import Footprint, footprint, predict_memory, requirements_for
-from xpmir_uform.batching.probing import saved_bytes
+from xpmir_uform.batching.footprint import Footprint, footprint, predict_memory, requirements_for
+from xpmir_uform.batching.memory_probe import saved_bytes
 from xpmir_uform.batching.shape import BatchShape
-from xpmir_uform.data.segments import blank_text
+from xpmir_uform.data.decoding.segment import blank_text
 from xpmir_uform.model.packing import pack
 from xpmir_uform.model.precision import PRECISIONS, compute_in
 

@@ -9,7 +9,7 @@ from invariance import EPOCHS, STEPS, config, distance, run_here, run_ranks
 
 from xpmir_uform.batching.batcher import UFormBatcher, UFormBatcherWorker
 from xpmir_uform.batching.shape import BatchShape
-from xpmir_uform.model.pooling import Pooling
+from xpmir_uform.model.head_modules import Pooling
 
 MEMORY = 3_000_000
 

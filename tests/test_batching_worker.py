@@ -7,12 +7,12 @@ import pytest
 import torch
 from xpm_torch.batchers import Batcher
 
+from xpmir_uform.base.configuration import validate
+from xpmir_uform.batching.bag_sizes import BagSize
 from xpmir_uform.batching.batcher import UFormBatcher
 from xpmir_uform.batching.cost import CostModel
-from xpmir_uform.batching.probing import is_out_of_memory
+from xpmir_uform.batching.memory_probe import is_out_of_memory
 from xpmir_uform.batching.shape import BatchShape
-from xpmir_uform.batching.sizes import BagSize
-from xpmir_uform.data.checks import validate
 
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB"
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from xpmir_uform.base.atomic_files import Occupied, commit_folder, point
+from xpmir_uform.base.checked_files import seal
+from xpmir_uform.checkpoints import format, manifest, store
+from xpmir_uform.checkpoints.compatibility import Subject, fit_of, model_layout
 from xpmir_uform.commands import main
-from xpmir_uform.data.disk import seal
-from xpmir_uform.learner import checkpoint, manifest, shelf
-from xpmir_uform.learner.files import Occupied, commit_folder, point
-from xpmir_uform.learner.fit import Subject, fit_of, model_layout
 
 
 def save(folder, step, previous=None, weight=1.0, batch_size=5, audits=()):
@@ -34,8 +34,8 @@ def save(folder, step, previous=None, weight=1.0, batch_size=5, audits=()):
         "previous": previous and manifest.reference(previous, manifest.read(previous)),
         "audits": list(audits),
     }
-    path = folder / "checkpoints" / shelf.name_of(step)
-    commit_folder(path, lambda part: checkpoint.write(part, weights, optimizer, state, facts))
+    path = folder / "checkpoints" / store.name_of(step)
+    commit_folder(path, lambda part: format.write(part, weights, optimizer, state, facts))
     point(path.parent / "last", path.name)
     return path
 
@@ -52,7 +52,7 @@ def job(tmp_path):
         "reason": "more memory",
     }
     save(tmp_path, 12, first, weight=1.5, batch_size=7, audits=[audit])
-    shelf.prune(tmp_path / "checkpoints", 12, 2)
+    store.prune(tmp_path / "checkpoints", 12, 2)
     return tmp_path
 
 

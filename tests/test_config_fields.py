@@ -12,8 +12,8 @@ from xpm_torch.configuration import FabricConfiguration
 from xpm_torch.schedulers import LinearWithWarmup
 
 import xpmir_uform as uform
-from xpmir_uform.data.checks import validate
-from xpmir_uform.learner.foreign import FOREIGN
+from xpmir_uform.base.configuration import validate
+from xpmir_uform.learner.upstream_settings import FOREIGN
 
 SOURCE = uform.EmojiCollection.C(
     sha256="0" * 64, emoji_version="2.16.0", openmoji_version="17.0.0", languages=["en", "fr", "de"]

@@ -8,11 +8,11 @@ import pytest
 from PIL import Image
 
 from xpmir_uform import AudioShape, Augmentation, Bag, BagSampler, BagSource, ImageShape, Item, Modality, VideoShape
-from xpmir_uform.data.augmentation import delayed, shifted, thinned
-from xpmir_uform.data.checks import validate
-from xpmir_uform.data.decoding import decode
+from xpmir_uform.base.configuration import validate
+from xpmir_uform.base.keyed_random import Purpose, generator
 from xpmir_uform.data.decoding.audio import GAIN
-from xpmir_uform.data.draws import Purpose, generator
+from xpmir_uform.data.decoding.augmentation import delayed, shifted, thinned
+from xpmir_uform.data.decoding.registry import decode
 from xpmir_uform.trainer.loader import StepDataset
 
 SHAPE = {Modality.IMAGE: ImageShape.C(patch_side=4, max_side=8).instance()}

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from uform_kernels import Edges
 
-from xpmir_uform.data.batch import Batch
+from xpmir_uform.data.batch.batch import Batch
+from xpmir_uform.data.batch.tape import Tape
 from xpmir_uform.data.items import Bag, Item
-from xpmir_uform.data.tape import Tape
 from xpmir_uform.data.vocabulary import Modality, Side
 
 

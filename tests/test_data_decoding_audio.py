@@ -13,10 +13,11 @@ import soundfile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xpmir_uform.data.decoding import UnreadableItem, audio, decode
+from xpmir_uform.data.decoding import audio
 from xpmir_uform.data.decoding.audio import GAIN, chunks, open_audio, resampled
+from xpmir_uform.data.decoding.registry import UnreadableItem, decode
+from xpmir_uform.data.decoding.shapes import AudioShape
 from xpmir_uform.data.items import Item
-from xpmir_uform.data.shapes import AudioShape
 from xpmir_uform.data.vocabulary import Modality
 
 KEY = 0xC0FFEE

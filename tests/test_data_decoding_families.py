@@ -17,13 +17,13 @@ import pytest
 import soundfile
 from PIL import Image
 
-from xpmir_uform.data.decoding import UnreadableItem
 from xpmir_uform.data.decoding.audio import VALUES_LIMIT, open_audio
 from xpmir_uform.data.decoding.chains import parts_of
 from xpmir_uform.data.decoding.image import open_image
+from xpmir_uform.data.decoding.registry import UnreadableItem
+from xpmir_uform.data.decoding.shapes import AudioShape, ImageShape, VideoShape
 from xpmir_uform.data.decoding.video import open_video
 from xpmir_uform.data.items import Item
-from xpmir_uform.data.shapes import AudioShape, ImageShape, VideoShape
 from xpmir_uform.data.vocabulary import Modality
 
 RATE = 16_000

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from xpmir_uform.data.decoding import UnreadableItem, decode, image
+from xpmir_uform.data.decoding import image
 from xpmir_uform.data.decoding.image import PIXEL_LIMIT, fit, open_image, patches, whole_patches
+from xpmir_uform.data.decoding.registry import UnreadableItem, decode
+from xpmir_uform.data.decoding.shapes import ImageShape
 from xpmir_uform.data.items import Item
-from xpmir_uform.data.shapes import ImageShape
 from xpmir_uform.data.vocabulary import Modality
 
 KEY = 0xC0FFEE

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from xpmir_uform.data.decoding import DECODERS, UnreadableItem, decode
+from xpmir_uform.data.decoding.registry import DECODERS, UnreadableItem, decode
 from xpmir_uform.data.items import Item
 from xpmir_uform.data.vocabulary import Modality, Slot
 

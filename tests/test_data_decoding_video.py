@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from xpmir_uform.data.decoding import UnreadableItem, decode, video
+from xpmir_uform.data.decoding import video
 from xpmir_uform.data.decoding.image import fit
 from xpmir_uform.data.decoding.media import FRAME_LIMIT
+from xpmir_uform.data.decoding.registry import UnreadableItem, decode
+from xpmir_uform.data.decoding.shapes import VideoShape
 from xpmir_uform.data.decoding.video import open_video, tubes
 from xpmir_uform.data.items import Item
-from xpmir_uform.data.shapes import VideoShape
 from xpmir_uform.data.vocabulary import Modality
 
 KEY = 0xC0FFEE

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from xpmir_uform.data.draws import Purpose, choose, generator, key_of, permutation
+from xpmir_uform.base.keyed_random import Purpose, choose, generator, key_of, permutation
 
 
 def numbers(*args, **kwargs):

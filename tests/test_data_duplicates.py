@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from uform_kernels import Edges, check_disjoint, check_edges
 
-from xpmir_uform.data.batch import Batch
-from xpmir_uform.data.datasets.emoji import read_names
-from xpmir_uform.data.draws import key_of
-from xpmir_uform.data.duplicates import hash_things, ignore_duplicates
+from xpmir_uform.base.keyed_random import key_of
+from xpmir_uform.data.batch.batch import Batch
+from xpmir_uform.data.batch.duplicates import hash_things, ignore_duplicates
 from xpmir_uform.data.items import Bag, Item
 from xpmir_uform.data.vocabulary import Modality
+from xpmir_uform.datasets.emoji import read_names
 
 
 @pytest.fixture(autouse=True, scope="module")

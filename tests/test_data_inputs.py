@@ -11,9 +11,9 @@ import pytest
 import soundfile
 from PIL import Image
 
-from xpmir_uform.data.decoding import UnreadableItem, decode
+from xpmir_uform.data.decoding.registry import UnreadableItem, decode
+from xpmir_uform.data.decoding.shapes import AudioShape, ImageShape, VideoShape
 from xpmir_uform.data.items import Item
-from xpmir_uform.data.shapes import AudioShape, ImageShape, VideoShape
 from xpmir_uform.data.vocabulary import Modality
 
 TEXT, IMAGE, VIDEO, AUDIO = Modality

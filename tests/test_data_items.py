@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from xpmir_uform.data.decoding import decode
+from xpmir_uform.data.decoding.registry import decode
+from xpmir_uform.data.decoding.shapes import ImageShape
 from xpmir_uform.data.items import Bag, Item
-from xpmir_uform.data.shapes import ImageShape
 from xpmir_uform.data.vocabulary import Modality, Side
 
 SHAPES = {Modality.IMAGE: ImageShape.C(patch_side=4, max_side=16).instance()}

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xpmir_uform.data.draws import Purpose, generator
-from xpmir_uform.data.masking import (
+from xpmir_uform.base.keyed_random import Purpose, generator
+from xpmir_uform.data.decoding.segment import Segment, blank_text
+from xpmir_uform.data.vocabulary import Modality, Slot
+from xpmir_uform.losses.masking import (
     corrupted,
     mask_patches,
     mask_text,
@@ -18,8 +20,6 @@ from xpmir_uform.data.masking import (
     spans,
     standardised,
 )
-from xpmir_uform.data.segments import Segment, blank_text
-from xpmir_uform.data.vocabulary import Modality, Slot
 
 DRAWS = 10_000
 

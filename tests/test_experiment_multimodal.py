@@ -101,7 +101,7 @@ def test_its_pictures_and_its_model_are_there(run):
         assert len(Image.open(path).convert("RGB").getcolors(10**6)) > 20
     folder = re.search(r"Model: +(\S+)", printed)[1]
     program = (
-        "from xpmir_uform import Item, Modality, load_model; from xpmir_uform.data.datasets.speech import speak; "
+        "from xpmir_uform import Item, Modality, load_model; from xpmir_uform.datasets.speech import speak; "
         f"model = load_model({folder!r}); "
         "print(model.encode([Item.text('red apple'), Item(Modality.AUDIO, speak('red apple'), 1)]).shape)"
     )

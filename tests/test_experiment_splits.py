@@ -23,12 +23,11 @@ pytest.importorskip("espeakng_loader", reason="needs the extra 'demo-audio'")
 pytest.importorskip("bm25s", reason="needs the extra 'demo-text'")
 
 from xpmir_uform import Judgements, Modality, RelevanceScoring
-from xpmir_uform.data.choices import ChoiceSet
-from xpmir_uform.data.datasets import multimodal, packages, splits
-from xpmir_uform.data.datasets.relevance import wrong_documents
-from xpmir_uform.data.datasets.splits import normalised
-from xpmir_uform.data.retrieval import RetrievalSet
+from xpmir_uform.data.problems import ChoiceSet, RetrievalSet
 from xpmir_uform.data.sampling import BagSource
+from xpmir_uform.datasets import multimodal, packages, splits
+from xpmir_uform.datasets.relevance import wrong_documents
+from xpmir_uform.datasets.splits import normalised
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 PLANS = sorted(EXPERIMENTS.glob("*/*.yaml"))

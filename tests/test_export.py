@@ -13,9 +13,10 @@ from xpm_torch.actions import DirectInteraction
 from xpm_torch.huggingface import TorchHFHub
 
 from xpmir_uform import Item, PooledHead, UFormEncoder, load_model, save_model
-from xpmir_uform.learner import files, manifest, shelf
-from xpmir_uform.learner.journal import read as read_journal
-from xpmir_uform.model.files import save_weights
+from xpmir_uform.base import atomic_files
+from xpmir_uform.checkpoints import manifest, store
+from xpmir_uform.model.weights import save_weights
+from xpmir_uform.monitoring.jsonl import read as read_journal
 
 NAMES = {"experimaestro.json", "model.safetensors", "README.md"}
 
@@ -105,7 +106,7 @@ def test_an_older_model_is_there_until_the_new_one_is(tmp_path, monkeypatch, exc
         return False
 
     monkeypatch.setattr(os, "rename", fail)
-    monkeypatch.setattr(files, "swap", swap)
+    monkeypatch.setattr(atomic_files, "swap", swap)
     with pytest.raises(OSError, match="I/O error"):
         save_model(trained(tmp_path / "other", 2), folder)
     assert content(folder) == before
@@ -237,7 +238,7 @@ def test_telemetry_and_checkpoints_that_may_not_be_read_name_their_owner():
         (shelved / "step-00000001" / "manifest.json").write_text("{}")
         for path, read in [
             (journal, lambda: list(read_journal(journal))),
-            (shelved, lambda: shelf.steps_in(shelved)),
+            (shelved, lambda: store.steps_in(shelved)),
             (shelved / "step-00000001" / "manifest.json", lambda: manifest.read(shelved / "step-00000001")),
         ]:
             said = rf"permission denied: {path} belongs to \w+ and has mode 0000"

@@ -14,9 +14,9 @@ from experimaestro import Param
 from xpm_torch.huggingface import TorchHFHub
 
 from xpmir_uform import ImageShape, PooledHead, UFormEncoder, load_model, save_model
-from xpmir_uform.data.disk import hash_of, seal
-from xpmir_uform.data.fields import default
-from xpmir_uform.learner.manifest import FILES
+from xpmir_uform.base.checked_files import hash_of, seal
+from xpmir_uform.base.configuration import default
+from xpmir_uform.checkpoints.manifest import FILES
 
 LIBRARIES = Path(torch.__file__).parents[1]
 EVIL = "from pathlib import Path\nPath({canary!r}).write_text('ran')\n"

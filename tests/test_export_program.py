@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 
 from xpmir_uform import AudioShape, ImageShape, Item, Modality, PooledHead, UFormEncoder, VideoShape, export_programs
-from xpmir_uform.data.decoding import decode
-from xpmir_uform.data.segments import Segment
+from xpmir_uform.data.decoding.registry import decode
+from xpmir_uform.data.decoding.segment import Segment
 from xpmir_uform.export.program import exported
 from xpmir_uform.model import pack
 

@@ -16,12 +16,12 @@ from experimaestro import taskglobals
 from faults import command, damage, harness, hostile, saving, training
 from safetensors.torch import load_file, save_file
 
-from xpmir_uform.learner import shelf
-from xpmir_uform.learner.curves import Curves
-from xpmir_uform.learner.files import explained
-from xpmir_uform.learner.journal import Journal, read
+from xpmir_uform.base.atomic_files import explained
+from xpmir_uform.checkpoints import store
+from xpmir_uform.monitoring.jsonl import Journal, read
+from xpmir_uform.monitoring.tensorboard import Curves
 from xpmir_uform.trainer.loader import iterate_steps
-from xpmir_uform.trainer.workers import WorkerLost, received, workers_explained
+from xpmir_uform.trainer.loader_workers import WorkerLost, received, workers_explained
 
 GROUPS = "changes damage disk hostile lost numbers races saving stopping surroundings".split()
 
@@ -164,8 +164,8 @@ def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(tmp_path, 
         patched.setattr(os, "scandir", refuse)
         assert list(tmp_path.glob("step-*")) == []
         with pytest.raises(PermissionError):
-            shelf.newest(tmp_path, lambda name, message: None)
-    assert shelf.steps_in(tmp_path) == [3]
+            store.newest(tmp_path, lambda name, message: None)
+    assert store.steps_in(tmp_path) == [3]
 
 
 def test_telemetry_is_taken_back_before_anything_is_added(tmp_path, monkeypatch):
@@ -249,7 +249,7 @@ def test_a_lost_worker_is_told_of_however_it_shows_itself(processes, error):
 
 
 def test_an_error_while_every_worker_lives_or_that_one_sent_is_left_as_it_is(processes, monkeypatch):
-    monkeypatch.setattr("xpmir_uform.trainer.workers.NOTICED_SECONDS", 0.1)
+    monkeypatch.setattr("xpmir_uform.trainer.loader_workers.NOTICED_SECONDS", 0.1)
     for workers, text in (
         (processes[1:], "of another kind"),
         (processes, "Caught EOFError in DataLoader worker process 1."),

@@ -21,10 +21,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from xpmir_uform.learner import checkpoint, manifest, shelf
+from xpmir_uform.checkpoints import format, manifest, store
+from xpmir_uform.checkpoints.compatibility import Subject
 from xpmir_uform.learner.context import UFormContext
-from xpmir_uform.learner.fit import Subject
-from xpmir_uform.learner.scaling import Optimizers
+from xpmir_uform.learner.optimizers import Optimizers
 
 FABRIC = L.Fabric(accelerator="cpu", devices=1)
 FILES = (*manifest.FILES, manifest.NAME)
@@ -67,7 +67,7 @@ def train(context, steps):
 
 def content(context):
     """All that a checkpoint must bring back."""
-    optimizer, rest = checkpoint.split_optimizers(context.state.optimizer.state_dict()["optimizers"])
+    optimizer, rest = format.split_optimizers(context.state.optimizer.state_dict()["optimizers"])
     tensors = {**context.state.model.state_dict(), **optimizer}
     values = {name: tensor.tolist() for name, tensor in tensors.items()}
     return values, json.dumps(rest, sort_keys=True), context.steps, context.counters
@@ -114,7 +114,7 @@ class Checkpoints(RuleBasedStateMachine):
 
     def path(self, step):
         """Of a checkpoint."""
-        return self.folder / shelf.name_of(step)
+        return self.folder / store.name_of(step)
 
     def everything(self):
         """All checkpoints, also those set aside; what a killed process was writing or removing is none."""
@@ -215,7 +215,7 @@ class Checkpoints(RuleBasedStateMachine):
         assert context.load_bestcheckpoint(10_000) == (newest is not None)
         assert content(context) == self.state_of(newest or 0)
         self.put_aside({step for step in self.damaged if step > (newest or 0)})
-        assert newest is None or os.readlink(self.folder / "last") == shelf.name_of(newest)
+        assert newest is None or os.readlink(self.folder / "last") == store.name_of(newest)
         self.context = context
         if newest is None:
             context.save_checkpoint()
@@ -257,7 +257,7 @@ class Checkpoints(RuleBasedStateMachine):
         """Each one that is there is as it was written, and there are no others."""
         for step, hashed in self.whole.items():
             assert digest(self.path(step)) == hashed
-        assert shelf.steps_in(self.folder) == self.steps()
+        assert store.steps_in(self.folder) == self.steps()
 
     @invariant()
     def what_can_be_gone_on_from_is_verified(self):

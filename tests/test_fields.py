@@ -69,14 +69,14 @@ from xpmir_uform import (
     VideoShape,
     adamw,
 )
-from xpmir_uform.data.decoding import decode
+from xpmir_uform.data.decoding.registry import decode
 from xpmir_uform.data.decoding.unreadable import UnreadableItem
-from xpmir_uform.data.questions import Questions
+from xpmir_uform.data.targets import Questions
 from xpmir_uform.evaluation.search import Order
 from xpmir_uform.losses.base import Answers, Encoded
 from xpmir_uform.model import pack
 from xpmir_uform.trainer.loader import StepDataset
-from xpmir_uform.trainer.step import Counted, added_loss, differentiate
+from xpmir_uform.trainer.step.exact import Counted, added_loss, differentiate
 
 DRAW = np.random.default_rng(5)
 PIXELS = DRAW.integers(0, 256, (20, 24, 3), dtype=np.uint8)

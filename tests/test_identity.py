@@ -51,8 +51,8 @@ from xpmir_uform import (
     VideoShape,
     adamw,
 )
-from xpmir_uform.data.checks import validate
-from xpmir_uform.learner.redundant import FP32_PRECISION
+from xpmir_uform.base.configuration import validate
+from xpmir_uform.learner.redundant_settings import FP32_PRECISION
 
 FROZEN = Path(__file__).parent / "assets" / "identifiers.json"
 

@@ -21,8 +21,8 @@ from safetensors.numpy import save_file
 
 import xpmir_uform
 from xpmir_uform import EmojiCollection, EmojiPairs, EmojiRetrieval, Judgements, LexicalEvaluation, UFormEncoder
-from xpmir_uform.data import checks
-from xpmir_uform.data.checks import refuse_unnamed, validate
+from xpmir_uform.base import configuration
+from xpmir_uform.base.configuration import refuse_unnamed, validate
 
 ROOT = Path(__file__).parents[1]
 FROZEN = Path(__file__).parent / "assets" / "constants.json"
@@ -36,24 +36,24 @@ DECIDE = [
 
 SIZES = "how much is computed at once: rounding alone"
 REMAIN = {
-    "xpmir_uform.data.disk": "how files are read",
+    "xpmir_uform.base.checked_files": "how files are read",
     "xpmir_uform.model._HOMES": "where names are imported from",
-    "xpmir_uform.model.files": "how files are read and written",
-    "xpmir_uform.model.running": SIZES,
-    "xpmir_uform.model.scoring.CELLS": SIZES,
+    "xpmir_uform.model.weights": "how files are read and written",
+    "xpmir_uform.model.inference.batches": SIZES,
+    "xpmir_uform.model.inference.scoring.CELLS": SIZES,
     "xpmir_uform.evaluation.search.CELLS": SIZES,
-    "xpmir_uform.trainer.workers": "how processes end",
-    "xpmir_uform.learner.guard.BAD_BATCH": "the name of a report",
-    "xpmir_uform.learner.guard.SHOWN": "the length of a report",
-    "uform_kernels.choice_loss.chunked": SIZES,
-    "uform_kernels.choice_loss.kernel": SIZES,
-    "uform_kernels.maxsim.chunked": SIZES,
-    "uform_kernels.maxsim.kernel": SIZES,
-    "uform_kernels.maxsim.tiles": SIZES,
-    "uform_kernels.pair_loss.kernel": SIZES,
-    "uform_kernels.pair_loss.rows": SIZES,
-    "uform_kernels.pair_loss.tiles": SIZES,
-    "uform_kernels.pair_loss.workers": SIZES,
+    "xpmir_uform.trainer.loader_workers": "how processes end",
+    "xpmir_uform.learner.nonfinite.BAD_BATCH": "the name of a report",
+    "xpmir_uform.learner.nonfinite.SHOWN": "the length of a report",
+    "uform_kernels.ops.choice_loss.chunked": SIZES,
+    "uform_kernels.ops.choice_loss.kernel": SIZES,
+    "uform_kernels.ops.maxsim.chunked": SIZES,
+    "uform_kernels.ops.maxsim.kernel": SIZES,
+    "uform_kernels.ops.maxsim.tiles": SIZES,
+    "uform_kernels.ops.pair_loss.kernel": SIZES,
+    "uform_kernels.ops.pair_loss.row_sums": SIZES,
+    "uform_kernels.ops.pair_loss.tiles": SIZES,
+    "uform_kernels.ops.pair_loss.threads": SIZES,
 }
 """Constants, or modules of them, that may change without a result, and why."""
 
@@ -144,11 +144,11 @@ def test_what_may_change_is_there():
         "xpmir_uform.model.rotary.BASE",
         "xpmir_uform.model.encoder.EPSILON",
         "xpmir_uform.evaluation.retrieval.DEPTH",
-        "xpmir_uform.data.draws.Purpose.MASK",
-        "xpmir_uform.data.masking.EPSILON",
+        "xpmir_uform.base.keyed_random.Purpose.MASK",
+        "xpmir_uform.losses.masking.EPSILON",
         "xpmir_uform.data.decoding.audio.GAIN",
         "xpmir_uform.trainer.optimizers.adamw(eps)",
-        "uform_kernels.pair_loss.problem.SOFTPLUS_LINEAR",
+        "uform_kernels.ops.pair_loss.problem.SOFTPLUS_LINEAR",
     ],
 )
 def test_known_ones_are_among_them(name):
@@ -252,7 +252,7 @@ TASKS = [cls for cls in all_configs() if issubclass(cls, Task) and not cls.__nam
 @pytest.mark.parametrize("cls", TASKS, ids=lambda cls: cls.__name__)
 def test_every_task_is_checked_by_whomever_it_is_submitted(cls, tmp_path, monkeypatch):
     """Not by the experiments' helper alone: ``submit`` of experimaestro validates nothing."""
-    monkeypatch.setattr(checks, "validate", lambda task: None)
+    monkeypatch.setattr(configuration, "validate", lambda task: None)
     task = cls.C()
     task.__xpm__.set_init_tasks([stop_tags(UFormEncoder.C(depth=1, hidden=128).loader_config(tmp_path))])
     submit = cls.__getxpmtype__().value_type.__submit__

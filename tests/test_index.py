@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import normalize
 
 from xpmir_uform import ImageShape, Item, Modality, PooledHead, TokenHead, UFormEncoder, save_model
+from xpmir_uform.base.atomic_files import Occupied
+from xpmir_uform.base.checked_files import describe, seal
 from xpmir_uform.commands import main
-from xpmir_uform.data.disk import describe, seal
-from xpmir_uform.export.index import Document, Index, build_index, building, nearest, read_collection
-from xpmir_uform.export.index.graph import graph_nearest, open_graph
-from xpmir_uform.export.index.shards import Shard, shard_tensors, write_shard
-from xpmir_uform.learner.files import Occupied
+from xpmir_uform.index import Document, Index, build_index, builder, nearest, read_collection
+from xpmir_uform.index.graph import graph_nearest, open_graph
+from xpmir_uform.index.shards import Shard, shard_tensors, write_shard
 
 COLOURS = "red green blue black white pink grey gold teal plum".split()
 THINGS = "apple pear plum car boat tree house lamp shoe hat cup door key fish bird stone".split()
@@ -108,7 +108,7 @@ def test_a_query_may_be_cut(model, index):
 
 
 def test_shards_change_nothing(model, index, tmp_path, monkeypatch):
-    monkeypatch.setattr(building, "SHARD_TOKENS", 100)
+    monkeypatch.setattr(builder, "SHARD_TOKENS", 100)
     parts = build_index(model, iter(TEXTS), tmp_path / "i")
     assert len(parts.shards) > 10
     assert len(parts) == len(index) == len(TEXTS)
@@ -305,8 +305,8 @@ def test_any_changed_byte_is_refused_before_a_library_sees_it(model, tmp_path, m
     pytest.importorskip("usearch", reason="needs the extra 'search'")
     folder, draw = tmp_path / "i", np.random.default_rng(5)
     build_index(model, TEXTS[:7], folder, approximate=True)
-    monkeypatch.setattr("xpmir_uform.export.index.index.Shard", pytest.fail)
-    monkeypatch.setattr("xpmir_uform.export.index.index.open_graph", pytest.fail)
+    monkeypatch.setattr("xpmir_uform.index.index.Shard", pytest.fail)
+    monkeypatch.setattr("xpmir_uform.index.index.open_graph", pytest.fail)
     for name in ("pooled.usearch", "00000.safetensors", "index.json"):
         whole = (folder / name).read_bytes()
         for place in draw.choice(len(whole), 12):

@@ -194,7 +194,7 @@ def test_permuting_rows_and_choices_changes_nothing(backend):
 def test_small_tiles_change_nothing(rows, monkeypatch):
     logits, *offers = problem("chunked")
     whole = choice_loss(logits, *offers, backend="chunked")
-    monkeypatch.setattr(importlib.import_module("uform_kernels.choice_loss.chunked"), "TILE_ROWS", rows)
+    monkeypatch.setattr(importlib.import_module("uform_kernels.ops.choice_loss.chunked"), "TILE_ROWS", rows)
     tiled = choice_loss(logits, *offers, backend="chunked")
     close(tiled, whole, "chunked")
     close(*(torch.autograd.grad(loss, logits)[0] for loss in (tiled, whole)), "chunked")

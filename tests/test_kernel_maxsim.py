@@ -172,7 +172,7 @@ def test_small_tiles_change_nothing(pairs, monkeypatch):
     pack = problem("chunked")
     pairs = None if pairs is None else torch.tensor(pairs)
     whole = maxsim(*pack, pairs=pairs, backend="chunked")
-    chunked = importlib.import_module("uform_kernels.maxsim.chunked")
+    chunked = importlib.import_module("uform_kernels.ops.maxsim.chunked")
     for name, value in (("TILE_CELLS", 300), ("RUN_TOKENS", 6), ("GRADIENT_ENTRIES", 11)):
         monkeypatch.setattr(chunked, name, value)
     tiled = maxsim(*pack, pairs=pairs, backend="chunked")

@@ -131,7 +131,7 @@ def test_entries_beyond_31_bits():
 
     The buffers are reserved, not filled: only the few pages that a kernel touches exist.
     """
-    from uform_kernels.maxsim.programs import all_pairs, query_gradient, sums
+    from uform_kernels.ops.maxsim.programs import all_pairs, query_gradient, sums
 
     tokens, rows = 1 << 30, 128
     queries, _, documents, offsets = problem(3, torch.float32, ([rows], [2, 1, 3]))

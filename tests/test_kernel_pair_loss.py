@@ -38,10 +38,10 @@ def small_tiles(monkeypatch):
         "ranking": {"TABLE_FROM": 2, "TABLE_SHARE": math.inf},
     }.items():
         for constant, value in values.items():
-            monkeypatch.setattr(importlib.import_module(f"uform_kernels.pair_loss.{name}"), constant, value)
-    monkeypatch.setattr(importlib.import_module("uform_kernels.pair_loss.tiles").TileWalk, "side", 7)
+            monkeypatch.setattr(importlib.import_module(f"uform_kernels.ops.pair_loss.{name}"), constant, value)
+    monkeypatch.setattr(importlib.import_module("uform_kernels.ops.pair_loss.tiles").TileWalk, "side", 7)
     if importlib.util.find_spec("triton"):
-        monkeypatch.setattr(importlib.import_module("uform_kernels.pair_loss.kernel").FusedWalk, "side", 7)
+        monkeypatch.setattr(importlib.import_module("uform_kernels.ops.pair_loss.kernel").FusedWalk, "side", 7)
 
 
 def device_of(backend):

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 from uform_kernels import Edges, pair_loss
-from uform_kernels.pair_loss import kernel
+from uform_kernels.ops.pair_loss import kernel
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

@@ -307,7 +307,7 @@ def test_the_first_of_equal_vectors_takes_the_gradient(backend, listed):
 
 
 def test_a_vector_that_shares_a_hash_is_compared_in_full(monkeypatch):
-    from uform_kernels.maxsim import screen
+    from uform_kernels.ops.maxsim import screen
 
     monkeypatch.setattr(screen, "hashes", lambda documents, owners: torch.zeros_like(owners))
     documents = torch.tensor([[1.0, 2.0], [2.0, 1.0], [1.0, 2.0], [1.0, 2.0], [2.0, 1.0], [2.0, 1.0]])
@@ -317,7 +317,7 @@ def test_a_vector_that_shares_a_hash_is_compared_in_full(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_zeros_of_both_signs_are_equal_and_documents_are_apart(dtype):
-    from uform_kernels.maxsim import screen
+    from uform_kernels.ops.maxsim import screen
 
     documents = torch.tensor([[0.0, 1.0], [2.0, 1.0], [-0.0, 1.0], [0.0, 1.0]], dtype=dtype)
     before = documents.clone()

@@ -32,9 +32,9 @@ def test_without_a_gpu_it_says_so():
 def test_candidates_are_checked_and_rows_printed():
     done = tune("--ops", "pair_loss", "choice_loss", interpret="1")
     assert (done.returncode, done.stderr) == (0, "")
-    now = importlib.import_module("uform_kernels.choice_loss.kernel").TABLE[""]
-    assert f'choice_loss/kernel.py, TABLE: "sm_90": {now},'.replace("'", '"') in done.stdout
-    assert "pair_loss/kernel.py, TABLE[4]" in done.stdout
+    now = importlib.import_module("uform_kernels.ops.choice_loss.kernel").TABLE[""]
+    assert f'ops/choice_loss/kernel.py, TABLE: "sm_90": {now},'.replace("'", '"') in done.stdout
+    assert "ops/pair_loss/kernel.py, TABLE[4]" in done.stdout
 
 
 def test_the_search_keeps_what_is_clearly_faster(monkeypatch):

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from xpmir_uform import Alerts
-from xpmir_uform.data.checks import validate
-from xpmir_uform.learner.alerts import NAMES, AlertLog, Finding, Monitor
+from xpmir_uform.base.configuration import validate
 from xpmir_uform.learner.context import UFormContext
-from xpmir_uform.learner.telemetry import Window, read_alerts
+from xpmir_uform.monitoring.alerts import NAMES, AlertLog, Finding, Monitor
+from xpmir_uform.monitoring.telemetry import Window, read_alerts
 
 WINDOW = 4
 OFF = {"nan": False, "inf": False, "skipped": 0, "lacking": 0, "wait_share": 0.0, "divergence": 0.0}

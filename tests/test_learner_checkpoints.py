@@ -19,13 +19,14 @@ import torch
 from experimaestro import TaskCancelled
 from safetensors import safe_open
 
-from xpmir_uform.data.disk import seal
-from xpmir_uform.learner import checkpoint, facts, files, lineage, manifest, shelf
+from xpmir_uform.base import atomic_files
+from xpmir_uform.base.checked_files import seal
+from xpmir_uform.checkpoints import format, lineage, manifest, provenance, store
+from xpmir_uform.checkpoints.compatibility import Subject
+from xpmir_uform.checkpoints.manifest import Damaged
 from xpmir_uform.learner.context import UFormContext
-from xpmir_uform.learner.fit import Subject
-from xpmir_uform.learner.manifest import Damaged
-from xpmir_uform.learner.scaling import Optimizers
-from xpmir_uform.model import files as model_files
+from xpmir_uform.learner.optimizers import Optimizers
+from xpmir_uform.model import weights as model_files
 
 SUBJECT = Subject("test.learner/0", {"batch_size": 5, "model.hidden": 128}, "0" * 64)
 FABRIC = L.Fabric(accelerator="cpu", devices=1)
@@ -80,7 +81,7 @@ def saved(folder, steps, **params):
 
 def content(context):
     """All that a checkpoint must bring back."""
-    optimizer, rest = checkpoint.split_optimizers(context.state.optimizer.state_dict()["optimizers"])
+    optimizer, rest = format.split_optimizers(context.state.optimizer.state_dict()["optimizers"])
     tensors = {**context.state.model.state_dict(), **optimizer}
     rest = json.loads(json.dumps(rest))
     return {name: tensor.flatten().tolist() for name, tensor in tensors.items()}, rest, context.steps, context.counters
@@ -156,15 +157,15 @@ def test_pruning_sorts_by_number(tmp_path):
     saved(tmp_path, [900], keep=1)
     context = loaded(tmp_path, keep=1)
     train(context, 1000).save_checkpoint()
-    assert shelf.steps_in(tmp_path) == [1000]
+    assert store.steps_in(tmp_path) == [1000]
     assert os.readlink(tmp_path / "last") == "step-00001000"
 
 
 def test_a_hundred_million_steps_sort_after_fewer(tmp_path):
     for step in (99_999_999, 100_000_000, 5):
-        (tmp_path / shelf.name_of(step)).mkdir()
-    shelf.prune(tmp_path, 100_000_000, 1)
-    assert shelf.steps_in(tmp_path) == [100_000_000]
+        (tmp_path / store.name_of(step)).mkdir()
+    store.prune(tmp_path, 100_000_000, 1)
+    assert store.steps_in(tmp_path) == [100_000_000]
 
 
 def test_a_stale_later_checkpoint_neither_counts_nor_is_gone_on_from(tmp_path):
@@ -174,7 +175,7 @@ def test_a_stale_later_checkpoint_neither_counts_nor_is_gone_on_from(tmp_path):
     context = loaded(tmp_path / "run")
     assert context.steps == 10
     train(context, 11).save_checkpoint()
-    assert shelf.steps_in(tmp_path / "run") == [10, 11, 50]
+    assert store.steps_in(tmp_path / "run") == [10, 11, 50]
     train(context, 50).save_checkpoint()
     assert content(loaded(tmp_path / "run")) == expected(50, tmp_path)
     assert (tmp_path / "run" / "stale-step-00000050-0").is_dir()
@@ -193,7 +194,7 @@ def test_the_best_is_a_copy_that_outlives_what_happens_to_the_epochs(tmp_path):
         assert not os.path.samefile(tmp_path / "best" / name, tmp_path / "run" / "last" / name)
     for step in (2, 3, 4):
         train(context, step).save_checkpoint()
-    assert shelf.steps_in(tmp_path / "run") == [3, 4]
+    assert store.steps_in(tmp_path / "run") == [3, 4]
     assert manifest.verify(tmp_path / "best")["step"] == 1
     context.copy(tmp_path / "best")
     assert manifest.verify(tmp_path / "best")["step"] == 4
@@ -397,7 +398,7 @@ def test_what_is_no_file_is_damage_and_never_waited_for(tmp_path, name, kind):
 def test_all_damaged_stops_and_leaves_everything_as_it_is(tmp_path):
     saved(tmp_path, [1, 2])
     for step in (1, 2):
-        cut(lambda n: n // 2)(tmp_path / shelf.name_of(step) / "model.safetensors")
+        cut(lambda n: n // 2)(tmp_path / store.name_of(step) / "model.safetensors")
     before = everything(tmp_path)
     for _ in range(2):
         context = made(tmp_path)
@@ -434,12 +435,12 @@ def test_a_workspace_that_was_copied_without_links_goes_on(tmp_path, kind, copie
     saved(tmp_path, [1, 2])
     (tmp_path / "last").unlink()
     if kind == "a folder":
-        shutil.copytree(tmp_path / shelf.name_of(copied), tmp_path / "last")
+        shutil.copytree(tmp_path / store.name_of(copied), tmp_path / "last")
     elif kind == "a text":
-        (tmp_path / "last").write_text(shelf.name_of(copied))
-    assert shelf.resolve(tmp_path).resolve().name in (shelf.name_of(2), shelf.name_of(copied))
+        (tmp_path / "last").write_text(store.name_of(copied))
+    assert store.resolve(tmp_path).resolve().name in (store.name_of(2), store.name_of(copied))
     assert content(loaded(tmp_path)) == expected(2, tmp_path)
-    assert os.readlink(tmp_path / "last") == shelf.name_of(2)
+    assert os.readlink(tmp_path / "last") == store.name_of(2)
 
 
 def test_where_there_are_no_links_last_is_a_copy(tmp_path, monkeypatch):
@@ -448,7 +449,7 @@ def test_where_there_are_no_links_last_is_a_copy(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "symlink_to", refuse)
     saved(tmp_path, [1, 2, 3])
-    assert manifest.verify(tmp_path / "last") == manifest.verify(tmp_path / shelf.name_of(3))
+    assert manifest.verify(tmp_path / "last") == manifest.verify(tmp_path / store.name_of(3))
     assert not (tmp_path / "last").is_symlink()
     assert content(loaded(tmp_path)) == expected(3, tmp_path)
 
@@ -456,16 +457,16 @@ def test_where_there_are_no_links_last_is_a_copy(tmp_path, monkeypatch):
 def test_a_link_to_a_folder_elsewhere_is_no_checkpoint(tmp_path):
     saved(tmp_path / "other", [7])
     saved(tmp_path / "run", [1, 2])
-    (tmp_path / "run" / shelf.name_of(7)).symlink_to(tmp_path / "other" / shelf.name_of(7))
+    (tmp_path / "run" / store.name_of(7)).symlink_to(tmp_path / "other" / store.name_of(7))
     (tmp_path / "run" / "last").unlink()
-    (tmp_path / "run" / "last").symlink_to(tmp_path / "other" / shelf.name_of(7))
+    (tmp_path / "run" / "last").symlink_to(tmp_path / "other" / store.name_of(7))
     assert loaded(tmp_path / "run").steps == 2
-    assert os.readlink(tmp_path / "run" / "last") == shelf.name_of(2)
+    assert os.readlink(tmp_path / "run" / "last") == store.name_of(2)
 
 
 def test_committed_but_not_yet_named_last_is_the_newest(tmp_path):
     saved(tmp_path, [1, 2])
-    files.point(tmp_path / "last", "step-00000001")
+    atomic_files.point(tmp_path / "last", "step-00000001")
     assert loaded(tmp_path).steps == 2
     assert os.readlink(tmp_path / "last") == "step-00000002"
 
@@ -508,7 +509,7 @@ def test_a_passing_error_is_raised_and_touches_nothing(tmp_path, monkeypatch, er
         elif where == "read_bytes":
             patched.setattr(manifest, "read_bytes", fail)
         elif where == "parse":
-            patched.setattr(checkpoint, "load", fail)
+            patched.setattr(format, "load", fail)
         else:
             patched.setattr(context.state.model, "load_state_dict", fail)
         with pytest.raises(type(PASSING[error])):
@@ -593,7 +594,7 @@ def test_tensors_that_do_not_fit_cannot_be_forced(tmp_path):
 
 def test_other_versions_are_told_and_recorded(tmp_path, monkeypatch):
     saved(tmp_path, [1])
-    monkeypatch.setattr("xpmir_uform.learner.facts.versions", lambda: {"torch": "9.9"})
+    monkeypatch.setattr("xpmir_uform.checkpoints.provenance.versions", lambda: {"torch": "9.9"})
     context = loaded(tmp_path)
     assert [name for name, _ in context.alerts] == ["other versions"]
     assert context.audits[0]["fields"]["version of torch"] == [torch.__version__, "9.9"]
@@ -653,10 +654,10 @@ def run_and_check(run, tmp_path, old, new):
     assert context.alerts == []
     assert content(context) in (expected(old, tmp_path), expected(new, tmp_path))
     found = context.steps
-    assert os.readlink(run / "last") == shelf.name_of(found)
+    assert os.readlink(run / "last") == store.name_of(found)
     train(context, 5).save_checkpoint()
     assert content(loaded(run)) == expected(5, tmp_path)
-    assert len(shelf.steps_in(run)) == 2
+    assert len(store.steps_in(run)) == 2
     assert not list(run.glob(".*"))
     return found
 
@@ -679,7 +680,7 @@ def test_an_error_at_each_operation_of_saving_loses_nothing(tmp_path, monkeypatc
                 found["saved"] += 1
             except OSError:
                 found["raised"] += 1
-        assert {1, 2} <= set(shelf.steps_in(run)) or {2, 3} <= set(shelf.steps_in(run))
+        assert {1, 2} <= set(store.steps_in(run)) or {2, 3} <= set(store.steps_in(run))
         found[run_and_check(run, tmp_path, 2, 3)] += 1
     assert found["raised"] > found["saved"]
     assert found[2] > 0
@@ -749,9 +750,9 @@ def test_another_way_of_computing_is_told_and_recorded(tmp_path, monkeypatch):
 
 
 def test_another_device_is_told(tmp_path):
-    here = facts.arithmetic(FABRIC, [])
+    here = provenance.arithmetic(FABRIC, [])
     there = {**here, "device": "cuda", "environment": {**here["environment"], "device_name": "NVIDIA H200"}}
-    assert facts.arithmetic_differences(there, here) == {
+    assert provenance.arithmetic_differences(there, here) == {
         "device": ["cuda", "cpu"],
         "device_name": ["NVIDIA H200", here["environment"]["device_name"]],
     }

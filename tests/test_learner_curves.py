@@ -35,9 +35,9 @@ from xpmir_uform import (
     adamw,
 )
 from xpmir_uform.evaluation.measures import MEASURES
-from xpmir_uform.learner.telemetry import read_telemetry
-from xpmir_uform.reports.run.job import read_histories
-from xpmir_uform.reports.run.views import validations
+from xpmir_uform.monitoring.telemetry import read_telemetry
+from xpmir_uform.reports.job.folder import read_histories
+from xpmir_uform.reports.job.sections import validations
 
 DOCS = Path(__file__).parent.parent / "docs" / "telemetry.md"
 WORDS = ["ant", "bee", "cat", "dog"]

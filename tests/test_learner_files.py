@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from xpmir_uform.learner import files
+from xpmir_uform.base import atomic_files
 
 FORK = multiprocessing.get_context("fork")
 
@@ -30,10 +30,10 @@ def replace_until(path, place):
 
         return call
 
-    files.swap = killed_after(files.swap)
+    atomic_files.swap = killed_after(atomic_files.swap)
     for name in ("rename", "fsync", "unlink", "rmdir"):
         setattr(os, name, killed_after(getattr(os, name)))
-    files.commit_folder(path, lambda folder: fill(folder, "new"))
+    atomic_files.commit_folder(path, lambda folder: fill(folder, "new"))
     os._exit(0)
 
 
@@ -41,8 +41,8 @@ def test_a_folder_that_is_replaced_has_its_name_at_every_moment(tmp_path):
     found = []
     for place in count():
         path = tmp_path / str(place) / "model"
-        files.commit_folder(path, lambda folder: fill(folder, "old"))
-        if not files.swap(path, path):
+        atomic_files.commit_folder(path, lambda folder: fill(folder, "old"))
+        if not atomic_files.swap(path, path):
             pytest.skip("this file system cannot exchange names")
         process = FORK.Process(target=replace_until, args=(path, place))
         process.start()
@@ -50,7 +50,7 @@ def test_a_folder_that_is_replaced_has_its_name_at_every_moment(tmp_path):
         texts = {file.name: file.read_text() for file in path.iterdir()}
         found.append(texts["one"])
         assert texts in ({"one": text, "two": text} for text in ("old", "new"))
-        files.commit_folder(path, lambda folder: fill(folder, "newest"))
+        atomic_files.commit_folder(path, lambda folder: fill(folder, "newest"))
         assert {file.name: file.read_text() for file in path.parent.rglob("*") if file.is_file()} == {
             "one": "newest",
             "two": "newest",
@@ -64,8 +64,8 @@ def test_a_folder_that_is_replaced_has_its_name_at_every_moment(tmp_path):
 
 def test_without_an_exchange_of_names_a_folder_is_replaced_all_the_same(tmp_path, monkeypatch):
     path = tmp_path / "model"
-    files.commit_folder(path, lambda folder: fill(folder, "old"))
-    monkeypatch.setattr(files, "swap", lambda one, other: False)
-    files.commit_folder(path, lambda folder: fill(folder, "new"))
+    atomic_files.commit_folder(path, lambda folder: fill(folder, "old"))
+    monkeypatch.setattr(atomic_files, "swap", lambda one, other: False)
+    atomic_files.commit_folder(path, lambda folder: fill(folder, "new"))
     assert (path / "two").read_text() == "new"
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]

@@ -24,7 +24,7 @@ from xpmir_uform import (
     adamw,
 )
 from xpmir_uform.learner.freezing import count_parameters, freeze
-from xpmir_uform.learner.telemetry import read_telemetry
+from xpmir_uform.monitoring.telemetry import read_telemetry
 
 
 class Model(nn.Module):

@@ -35,10 +35,10 @@ from xpmir_uform import (
     UFormTrainer,
     adamw,
 )
-from xpmir_uform.learner import guard
-from xpmir_uform.learner.scaling import Optimizers
-from xpmir_uform.learner.telemetry import read_alerts, read_telemetry
+from xpmir_uform.learner import nonfinite
+from xpmir_uform.learner.optimizers import Optimizers
 from xpmir_uform.losses.base import LossValue
+from xpmir_uform.monitoring.telemetry import read_alerts, read_telemetry
 
 NAN, INF = math.nan, math.inf
 
@@ -217,19 +217,19 @@ def test_the_stock_clipping_hook_works_with_a_scaler():
 
 
 def test_counts():
-    counts = guard.Counts()
-    bad, fine = guard.Outcome(nan=True, inf=True, skipped=True), guard.Outcome(clipped=True)
-    overflow = guard.Outcome(skipped=True, excused=True)
+    counts = nonfinite.Counts()
+    bad, fine = nonfinite.Outcome(nan=True, inf=True, skipped=True), nonfinite.Outcome(clipped=True)
+    overflow = nonfinite.Outcome(skipped=True, excused=True)
     for outcome in (bad, fine, bad, overflow, bad):
         counts.add(outcome)
     assert counts.state_dict() == {"nan": 3, "inf": 3, "skipped": 4, "clipped": 1, "row": 2}
-    again = guard.Counts()
+    again = nonfinite.Counts()
     again.load_state_dict(json.loads(json.dumps(counts.state_dict())))
     assert again == counts
 
 
 def test_a_bad_batch_that_cannot_be_written_is_told(tmp_path, caplog):
-    guard.describe_batch(tmp_path / "absent", 3, [42], {"a": NAN}, guard.Counts(row=3))
+    nonfinite.describe_batch(tmp_path / "absent", 3, [42], {"a": NAN}, nonfinite.Counts(row=3))
     assert "0x000000000000002a" in caplog.text
 
 

@@ -39,11 +39,13 @@ from xpmir_uform import (
     UFormTrainer,
     adamw,
 )
-from xpmir_uform.learner import checkpoint, files, manifest, signals
-from xpmir_uform.learner.lock import Occupied, only_one
-from xpmir_uform.learner.together import LOST, Member, lost, ranks_explained
+from xpmir_uform.base import atomic_files
+from xpmir_uform.checkpoints import format, manifest
+from xpmir_uform.learner import preemption
+from xpmir_uform.learner.distributed import LOST, Member, lost, ranks_explained
+from xpmir_uform.learner.job_lock import Occupied, only_one
 from xpmir_uform.trainer.loader import iterate_steps
-from xpmir_uform.trainer.workers import PASSED_OVER, begin_worker
+from xpmir_uform.trainer.loader_workers import PASSED_OVER, begin_worker
 
 EPOCHS, STEPS = 3, 4
 TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
@@ -126,10 +128,10 @@ def last_step(folder):
 @pytest.fixture(autouse=True)
 def nothing_left():
     """No act is left over, and the handlers are those of before."""
-    before = [signal.getsignal(number) for number in signals.SIGNALS]
+    before = [signal.getsignal(number) for number in preemption.SIGNALS]
     yield
     assert At.acts == {}
-    assert [signal.getsignal(number) for number in signals.SIGNALS] == before
+    assert [signal.getsignal(number) for number in preemption.SIGNALS] == before
 
 
 @pytest.fixture(scope="module")
@@ -157,14 +159,14 @@ def test_a_signal_finishes_the_step_saves_and_leaves_to_be_run_again(execute, tm
 def test_every_signal_that_asks_to_end_is_noted():
     """A batch system may send any of them before a limit or a preemption, a terminal the others."""
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU"):
-        with signals.Interruptions() as interruptions:
+        with preemption.Interruptions() as interruptions:
             os.kill(os.getpid(), signal.Signals[name])
             assert interruptions.due()
             assert interruptions.reason == f"{name} was received"
 
 
 def test_the_kernel_repeats_its_signal_of_a_time_limit():
-    with signals.Interruptions() as interruptions:
+    with preemption.Interruptions() as interruptions:
         send(signal.SIGXCPU, signal.SIGXCPU, signal.SIGXCPU)()
         assert interruptions.due()
         with pytest.raises(TaskCancelled, match="SIGQUIT was received after SIGXCPU"):
@@ -173,7 +175,7 @@ def test_the_kernel_repeats_its_signal_of_a_time_limit():
 
 def test_nohup_holds():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with signals.Interruptions() as interruptions:
+    with preemption.Interruptions() as interruptions:
         send(signal.SIGHUP)()
         assert not interruptions.due()
     assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
@@ -230,9 +232,9 @@ def test_signals_while_loading_change_nothing(execute, tmp_path, whole, monkeypa
     with pytest.raises(GracefulTimeout):
         execute(config(), tmp_path)
     before = everything(checkpoints(tmp_path))
-    read = checkpoint.read
+    read = format.read
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "read", lambda folder: send(*numbers)() and read(folder))
+        patched.setattr(format, "read", lambda folder: send(*numbers)() and read(folder))
         with pytest.raises(error):
             execute(config(), tmp_path)
     assert everything(checkpoints(tmp_path)) == before
@@ -321,7 +323,7 @@ def test_a_process_forked_meanwhile_is_ended_by_the_signal():
         ready.set()
         time.sleep(60)
 
-    with signals.Interruptions() as interruptions:
+    with preemption.Interruptions() as interruptions:
         process = FORK.Process(target=work)
         process.start()
         assert ready.wait(20)
@@ -355,7 +357,7 @@ def test_a_near_time_limit_saves_and_leaves(execute, tmp_path, whole, monkeypatc
 
 def test_the_launcher_is_asked_now_and_then_alone():
     asked = []
-    interruptions = signals.Interruptions(lambda: asked.append(0), 5)
+    interruptions = preemption.Interruptions(lambda: asked.append(0), 5)
     assert not any(interruptions.due() for _ in range(1000))
     assert len(asked) == 1
 
@@ -419,9 +421,9 @@ def test_a_killed_process_gives_the_folder_back(tmp_path):
 
 def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch, caplog):
     def refuse(*args):
-        raise OSError(files.errno.ENOLCK, "no locks available")
+        raise OSError(atomic_files.errno.ENOLCK, "no locks available")
 
-    monkeypatch.setattr(files.fcntl, "flock", refuse)
+    monkeypatch.setattr(atomic_files.fcntl, "flock", refuse)
     with only_one(tmp_path):
         pass
     assert "do not write it by two processes at once" in caplog.text

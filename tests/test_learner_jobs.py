@@ -28,7 +28,7 @@ from xpmir_uform import (
     UFormTrainer,
     adamw,
 )
-from xpmir_uform.learner import manifest
+from xpmir_uform.checkpoints import manifest
 
 
 class Pairs(BagSource):

@@ -35,9 +35,9 @@ from xpmir_uform import (
     UFormTrainer,
     adamw,
 )
-from xpmir_uform.data.fields import default
+from xpmir_uform.base.configuration import default
+from xpmir_uform.checkpoints import manifest
 from xpmir_uform.export.pretrained import load_model, save_model
-from xpmir_uform.learner import manifest
 
 EPOCHS, STEPS = 5, 2
 WORDS = ["ant", "bee", "cat", "dog", "elk", "fox"]

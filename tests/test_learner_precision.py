@@ -13,11 +13,12 @@ from safetensors.torch import load_file
 from torch import nn
 from xpm_torch.trainers.context import StepTrainingHook
 
-from xpmir_uform.data.checks import validate
-from xpmir_uform.learner import guard, manifest
-from xpmir_uform.learner.telemetry import read_telemetry
-from xpmir_uform.model.files import save_weights
+from xpmir_uform.base.configuration import validate
+from xpmir_uform.checkpoints import manifest
+from xpmir_uform.learner import nonfinite
 from xpmir_uform.model.precision import PRECISIONS, REFUSED, compute_in
+from xpmir_uform.model.weights import save_weights
+from xpmir_uform.monitoring.telemetry import read_telemetry
 
 VECTORS = (
     "pooling.log_inverse_temperature",
@@ -159,7 +160,7 @@ def test_an_update_that_overflows_ends_the_run_and_spares_the_checkpoint(tmp_pat
     made = config(precision="32-true", keep=1, checkpoint_steps=1)
     made.hooks = [Huge.C()]
     with pytest.raises(
-        guard.NotFinite, match=r"step 3 is not saved.*exp_avg_sq of pooling\.projection\.weight hold a NaN"
+        nonfinite.NotFinite, match=r"step 3 is not saved.*exp_avg_sq of pooling\.projection\.weight hold a NaN"
     ):
         run_here(made, tmp_path)
     assert [line["step"] for line in read_telemetry(job(tmp_path))] == [1, 2]
@@ -177,17 +178,17 @@ def test_a_moment_that_overflows_is_named():
     optimizer.step()
     module = nn.ParameterDict({"a": parameter})
     assert parameter.isfinite().all()
-    with pytest.raises(guard.NotFinite, match="here: exp_avg_sq of a hold"):
-        guard.check_finite("here", guard.written(module, [optimizer]))
+    with pytest.raises(nonfinite.NotFinite, match="here: exp_avg_sq of a hold"):
+        nonfinite.check_finite("here", nonfinite.written(module, [optimizer]))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_found_and_only_that(value):
     huge = {"a": torch.full((3,), -3e38), "none": torch.zeros(0), "whole": torch.tensor([7])}
-    guard.check_finite("here", huge)
+    nonfinite.check_finite("here", huge)
     bad = {f"bad{number}": torch.tensor([1.0, value], dtype=torch.float64) for number in range(5)}
-    with pytest.raises(guard.NotFinite, match=r"^here: bad0, bad1, bad2 and 2 more hold a NaN or an infinity$"):
-        guard.check_finite("here", {**huge, **bad})
+    with pytest.raises(nonfinite.NotFinite, match=r"^here: bad0, bad1, bad2 and 2 more hold a NaN or an infinity$"):
+        nonfinite.check_finite("here", {**huge, **bad})
 
 
 def test_weights_that_are_not_finite_are_never_saved_nor_gone_on_from(tmp_path):
@@ -196,7 +197,7 @@ def test_weights_that_are_not_finite_are_never_saved_nor_gone_on_from(tmp_path):
         task.context.unwrapped_model().pooling.bias.fill_(math.nan)
     task.context.begin_step()
     task.context.end_step()
-    with pytest.raises(guard.NotFinite, match=r"step 6 is not saved.*pooling\.bias"):
+    with pytest.raises(nonfinite.NotFinite, match=r"step 6 is not saved.*pooling\.bias"):
         task.context.save_checkpoint()
     assert sorted(os.listdir(job(tmp_path) / "checkpoints")) == ["last", "step-00000005"]
     # One that an earlier version wrote is not gone on from.
@@ -206,6 +207,6 @@ def test_weights_that_are_not_finite_are_never_saved_nor_gone_on_from(tmp_path):
     save_weights(tensors, last / "model.safetensors")
     manifest.write(last, {name: value for name, value in facts.items() if name not in ("format", "files")})
     with pytest.raises(
-        guard.NotFinite, match=r"step-00000005 is whole, but cannot be gone on from: pooling\.bias hold"
+        nonfinite.NotFinite, match=r"step-00000005 is whole, but cannot be gone on from: pooling\.bias hold"
     ):
         run_here(config(precision="32-true", epochs=1, keep=1), tmp_path)

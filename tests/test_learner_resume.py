@@ -38,12 +38,11 @@ from xpmir_uform import (
     UFormTrainer,
     checkpoint_at,
 )
-from xpmir_uform.data.checks import validate
-from xpmir_uform.data.draws import Purpose, generator
-from xpmir_uform.data.fields import default
-from xpmir_uform.learner import manifest
-from xpmir_uform.learner.fit import PROBES, config_of, fingerprint
-from xpmir_uform.learner.telemetry import read_telemetry
+from xpmir_uform.base.configuration import default, validate
+from xpmir_uform.base.keyed_random import Purpose, generator
+from xpmir_uform.checkpoints import manifest
+from xpmir_uform.checkpoints.compatibility import PROBES, config_of, fingerprint
+from xpmir_uform.monitoring.telemetry import read_telemetry
 
 COUNT, BATCH = 10, 2
 

@@ -34,9 +34,9 @@ from xpmir_uform import (
     UFormTrainer,
     adamw,
 )
-from xpmir_uform.data.checks import validate
-from xpmir_uform.data.draws import Purpose, generator
-from xpmir_uform.learner import manifest
+from xpmir_uform.base.configuration import validate
+from xpmir_uform.base.keyed_random import Purpose, generator
+from xpmir_uform.checkpoints import manifest
 from xpmir_uform.reports.curves import read_scalars
 from xpmir_uform.trainer.loader import iterate_steps
 

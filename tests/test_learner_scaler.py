@@ -8,9 +8,9 @@ from lightning.fabric.plugins import MixedPrecision
 from xpm_torch.context import Context
 from xpm_torch.optim import ScheduledOptimizer
 
+from xpmir_uform.checkpoints.compatibility import Subject
 from xpmir_uform.learner.context import UFormContext
-from xpmir_uform.learner.fit import Subject
-from xpmir_uform.learner.scaling import Optimizers
+from xpmir_uform.learner.optimizers import Optimizers
 
 
 def made(growth_interval=1):

@@ -34,16 +34,16 @@ from xpmir_uform import (
     UFormTrainer,
     adamw,
 )
-from xpmir_uform.data.checks import validate
-from xpmir_uform.learner import journal
-from xpmir_uform.learner.journal import Journal
-from xpmir_uform.learner.telemetry import Telemetry, Window, read_alerts, read_telemetry, schema
+from xpmir_uform.base.configuration import validate
+from xpmir_uform.monitoring import jsonl
+from xpmir_uform.monitoring.jsonl import Journal
+from xpmir_uform.monitoring.telemetry import Telemetry, Window, read_alerts, read_telemetry, schema
 
 # --- The file
 
 
 def steps_of(path):
-    return [entry["step"] for entry in journal.read(path)]
+    return [entry["step"] for entry in jsonl.read(path)]
 
 
 def filled(path, count=9, part_bytes=0):
@@ -56,31 +56,31 @@ def filled(path, count=9, part_bytes=0):
 
 @pytest.mark.parametrize("value", [0.1, 1e300, -0.0, math.inf, -math.inf, math.nan])
 def test_every_number_round_trips_through_legal_json(value):
-    line = journal.encode({"a": value, "b": {"c": value}, "d": "text", "e": None})
+    line = jsonl.encode({"a": value, "b": {"c": value}, "d": "text", "e": None})
 
     def refuse(name):
         raise AssertionError(f"{name} is no JSON")
 
     json.loads(line, parse_constant=refuse)
-    found = journal.decode(line)
+    found = jsonl.decode(line)
     for number in (found["a"], found["b"]["c"]):
         assert repr(number) == repr(value)
 
 
 def test_parts_are_cut_by_size_and_read_in_the_order_of_time(tmp_path):
     path = tmp_path / "telemetry.jsonl"
-    filled(path, count=40, part_bytes=len(journal.encode({"step": 1})) * 3)
+    filled(path, count=40, part_bytes=len(jsonl.encode({"step": 1})) * 3)
     names = sorted(part.name for part in tmp_path.iterdir())
     assert names[:2] == ["telemetry-0001.jsonl", "telemetry-0002.jsonl"]
     assert names[-1] == "telemetry.jsonl"
     assert steps_of(path) == list(range(1, 41))
-    assert [entry["step"] for entry in journal.read_last(path, 5)] == [36, 37, 38, 39, 40]
-    assert len(journal.read_last(path, 99)) == 40
+    assert [entry["step"] for entry in jsonl.read_last(path, 5)] == [36, 37, 38, 39, 40]
+    assert len(jsonl.read_last(path, 99)) == 40
 
 
 def test_ten_thousand_parts_are_in_order(tmp_path):
     for number in (9999, 10000, 2):
-        (tmp_path / f"telemetry-{number:04d}.jsonl").write_bytes(journal.encode({"step": number}))
+        (tmp_path / f"telemetry-{number:04d}.jsonl").write_bytes(jsonl.encode({"step": number}))
     (tmp_path / "telemetry-notes.jsonl").write_text("no part\n")
     assert steps_of(tmp_path / "telemetry.jsonl") == [2, 9999, 10000]
 
@@ -132,7 +132,7 @@ def test_any_flipped_bit_of_a_line_costs_that_line_alone(tmp_path):
     start, end = whole.index(b"\n") + 1, whole.index(b"\n", whole.index(b"\n") + 1)
     for place in range(start, end):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
-        assert [*journal.read(path)] in ([lines[0], lines[2]], [lines[0]])
+        assert [*jsonl.read(path)] in ([lines[0], lines[2]], [lines[0]])
 
 
 def test_lines_of_older_versions_are_read(tmp_path):
@@ -154,7 +154,7 @@ def test_a_line_beyond_all_bounds_is_left_out(tmp_path, line):
     made = Journal(path)
     made.append({"step": 4})
     assert steps_of(path) == [1, 2, 3, 4]
-    assert [entry["step"] for entry in journal.read_last(path, 2)] == [3, 4]
+    assert [entry["step"] for entry in jsonl.read_last(path, 2)] == [3, 4]
     made.rewind(2)
     assert steps_of(path) == [1, 2]
 
@@ -171,7 +171,7 @@ def test_damaged_alerts_stay_where_others_are_dropped(tmp_path):
 @pytest.mark.parametrize("kind", ["link", "link to a device", "pipe"])
 def test_nothing_is_read_or_written_through_what_is_no_file(tmp_path, kind, caplog):
     path, other = tmp_path / "telemetry.jsonl", tmp_path / "other"
-    other.write_bytes(journal.encode({"step": 1, "secret": 1}))
+    other.write_bytes(jsonl.encode({"step": 1, "secret": 1}))
     {"link": lambda: path.symlink_to(other), "link to a device": lambda: path.symlink_to("/dev/zero")}.get(
         kind, lambda: os.mkfifo(path)
     )()
@@ -180,8 +180,8 @@ def test_nothing_is_read_or_written_through_what_is_no_file(tmp_path, kind, capl
     made = Journal(path)
     made.rewind(0)
     made.append({"step": 1})
-    assert [*journal.read(path)] == [{"step": 1}]
-    assert other.read_bytes() == journal.encode({"step": 1, "secret": 1})
+    assert [*jsonl.read(path)] == [{"step": 1}]
+    assert other.read_bytes() == jsonl.encode({"step": 1, "secret": 1})
     assert sorted(found.name for found in tmp_path.glob("damaged-*")) == [
         "damaged-telemetry-0001.jsonl-0",
         "damaged-telemetry.jsonl-0",
@@ -198,7 +198,7 @@ def test_a_full_disk_is_told_once_and_leaves_no_torn_line(tmp_path, monkeypatch,
         write(descriptor, data[:4])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(journal.os, "write", full)
+    monkeypatch.setattr(jsonl.os, "write", full)
     assert not made.append({"step": 4})
     assert not made.append({"step": 5})
     monkeypatch.undo()
@@ -211,7 +211,7 @@ def test_a_full_disk_is_told_once_and_leaves_no_torn_line(tmp_path, monkeypatch,
 def test_a_short_write_is_completed(tmp_path, monkeypatch):
     path = tmp_path / "telemetry.jsonl"
     write = os.write
-    monkeypatch.setattr(journal.os, "write", lambda descriptor, data: write(descriptor, data[:3]))
+    monkeypatch.setattr(jsonl.os, "write", lambda descriptor, data: write(descriptor, data[:3]))
     filled(path)
     assert steps_of(path) == list(range(1, 10))
 
@@ -487,7 +487,7 @@ def test_training_goes_on_without_telemetry(execute, tmp_path, whole, kind, monk
         def full(descriptor, data):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr(journal.os, "write", full)
+        monkeypatch.setattr(jsonl.os, "write", full)
     execute(config(alerts=Alerts.C(step_seconds=1e-9)), tmp_path)
     monkeypatch.undo()
     said = "was set aside as damaged-{}-0" if kind == "a folder in its place" else "{} cannot be written"

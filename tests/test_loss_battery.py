@@ -21,9 +21,9 @@ from xpmir_uform import (
     RankedForm,
     SigmoidForm,
 )
-from xpmir_uform.data.checks import validate
-from xpmir_uform.data.questions import Questions
-from xpmir_uform.data.segments import Segment
+from xpmir_uform.base.configuration import validate
+from xpmir_uform.data.decoding.segment import Segment
+from xpmir_uform.data.targets import Questions
 from xpmir_uform.losses.base import AdditiveLoss, Answers, Encoded, JointLoss
 from xpmir_uform.losses.registry import LOSSES
 

@@ -26,10 +26,10 @@ from xpmir_uform import (
     UFormTrainer,
     adamw,
 )
-from xpmir_uform.data.checks import validate
-from xpmir_uform.data.decoding import decode
-from xpmir_uform.data.questions import Questions
-from xpmir_uform.data.segments import Segment
+from xpmir_uform.base.configuration import validate
+from xpmir_uform.data.decoding.registry import decode
+from xpmir_uform.data.decoding.segment import Segment
+from xpmir_uform.data.targets import Questions
 from xpmir_uform.data.vocabulary import Modality
 from xpmir_uform.losses.base import Answers
 from xpmir_uform.losses.choices import hits

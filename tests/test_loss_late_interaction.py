@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from uform_kernels.ops.pair_loss.listed import Cells, form_loss, rank
 
 from xpmir_uform import (
     Bag,
@@ -19,11 +20,10 @@ from xpmir_uform import (
     SigmoidForm,
     UFormBatcher,
 )
-from xpmir_uform.batching.probing import saved_bytes
-from xpmir_uform.data.checks import validate
-from xpmir_uform.data.decoding import decode
+from xpmir_uform.base.configuration import validate
+from xpmir_uform.batching.memory_probe import saved_bytes
+from xpmir_uform.data.decoding.registry import decode
 from xpmir_uform.losses.base import Encoded
-from xpmir_uform.losses.cells import Cells, form_loss, rank
 from xpmir_uform.trainer.loader import sizes
 
 FORMS = {"ranked": RankedForm, "sigmoid": SigmoidForm, "balanced": BalancedForm}

@@ -23,9 +23,9 @@ from xpmir_uform import (
     PooledHead,
     UFormEncoder,
 )
-from xpmir_uform.data.checks import validate
-from xpmir_uform.data.decoding import decode
-from xpmir_uform.data.questions import Questions
+from xpmir_uform.base.configuration import validate
+from xpmir_uform.data.decoding.registry import decode
+from xpmir_uform.data.targets import Questions
 from xpmir_uform.data.vocabulary import Slot
 from xpmir_uform.losses.base import Answers
 from xpmir_uform.losses.masked import byte_loss, patch_loss

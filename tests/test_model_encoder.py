@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from xpmir_uform.data.segments import Segment
+from xpmir_uform.data.decoding.segment import Segment
 from xpmir_uform.data.vocabulary import BYTE_VOCABULARY, Modality, Slot
 from xpmir_uform.model.encoder import Encoder
+from xpmir_uform.model.head_modules import mean_of_items
 from xpmir_uform.model.initialisation import initialise
 from xpmir_uform.model.packing import pack
-from xpmir_uform.model.pooling import mean_of_items
 
 PATCH = 12
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}

@@ -13,10 +13,10 @@ from experimaestro.core.objects import ConfigInformation
 from safetensors.torch import load_file
 from xpm_torch.module import SimpleModuleLoader
 
+from xpmir_uform.data.decoding.shapes import ImageShape
 from xpmir_uform.data.items import Item
-from xpmir_uform.data.shapes import ImageShape
 from xpmir_uform.model import PooledHead, UFormEncoder
-from xpmir_uform.model.files import save_weights
+from xpmir_uform.model.weights import save_weights
 
 TEXTS = ["hello", "", "another name"]
 
@@ -156,7 +156,7 @@ def test_a_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
 
     file = tmp_path / "model.safetensors"
     save_weights({"old": torch.ones(1)}, file)
-    monkeypatch.setattr("xpmir_uform.model.files.save_file", cut_short)
+    monkeypatch.setattr("xpmir_uform.model.weights.save_file", cut_short)
     with pytest.raises(OSError, match="no space left"):
         save_weights({"new": torch.ones(1)}, file)
     assert list(load_file(file)) == ["old"]

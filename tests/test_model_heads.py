@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from xpmir_uform.model import PooledHead, Pooling
-from xpmir_uform.model.pooling import mean_of_items
+from xpmir_uform.model.head_modules import mean_of_items
 
 
 def test_means_are_of_each_item():

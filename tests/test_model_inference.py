@@ -10,8 +10,9 @@ import torch
 from PIL import Image
 
 from xpmir_uform import ByteHead, ImageShape, Item, Modality, PooledHead, TokenHead, UFormEncoder
-from xpmir_uform.data.decoding import decode
-from xpmir_uform.model import pack, running, scoring
+from xpmir_uform.data.decoding.registry import decode
+from xpmir_uform.model import pack
+from xpmir_uform.model.inference import batches, scoring
 
 TEXTS = ["hello", "", "a somewhat longer name", "é", "hello", "yes or no?"]
 
@@ -282,6 +283,6 @@ def test_a_model_in_float64_answers_in_float64():
 def test_a_bar_shows_when_it_takes_long(model, monkeypatch, capsys):
     model.encode(TEXTS)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(running, "PATIENCE", 0)
+    monkeypatch.setattr(batches, "PATIENCE", 0)
     model.encode(TEXTS)
     assert "Encoding: 100%" in capsys.readouterr().err

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from xpmir_uform.data.shapes import ImageShape
+from xpmir_uform.data.decoding.shapes import ImageShape
 from xpmir_uform.model import PooledHead, UFormEncoder
 from xpmir_uform.model.encoder import Encoder
 from xpmir_uform.model.initialisation import initialise, truncated_normal

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from xpmir_uform import AudioShape, ImageShape, Item, Modality, PooledHead, UFormEncoder, VideoShape
-from xpmir_uform.data.decoding import decode
+from xpmir_uform.data.decoding.registry import decode
 from xpmir_uform.model import pack
 
 SHAPES = {

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from xpmir_uform.data.segments import Segment
+from xpmir_uform.data.decoding.segment import Segment
 from xpmir_uform.data.vocabulary import Modality
 from xpmir_uform.model.packing import pack
 

@@ -8,14 +8,14 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from xpmir_uform import AudioShape, ByteHead, ImageShape, PatchHead, PooledHead, TokenHead, UFormEncoder
-from xpmir_uform.data.checks import validate
+from xpmir_uform.base.configuration import validate
+from xpmir_uform.data.decoding.segment import Segment
 from xpmir_uform.data.items import Item
-from xpmir_uform.data.questions import Questions
-from xpmir_uform.data.segments import Segment
+from xpmir_uform.data.targets import Questions
 from xpmir_uform.data.vocabulary import Modality, Slot
 from xpmir_uform.model import pack
+from xpmir_uform.model.head_modules import unit
 from xpmir_uform.model.rotary import rotate, rotation
-from xpmir_uform.model.tokens import unit
 
 
 @pytest.fixture(scope="module")

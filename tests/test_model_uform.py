@@ -9,12 +9,12 @@ import torch
 from lightning import Fabric
 from PIL import Image
 
-from xpmir_uform.data.decoding import decode
+from xpmir_uform.data.decoding.registry import decode
+from xpmir_uform.data.decoding.shapes import ImageShape
 from xpmir_uform.data.items import Item
-from xpmir_uform.data.shapes import ImageShape
 from xpmir_uform.data.vocabulary import Modality
 from xpmir_uform.model import PooledHead, UFormEncoder, decays, pack
-from xpmir_uform.model.encoding import batches, evaluating, most_tokens
+from xpmir_uform.model.inference.batches import batches, evaluating, most_tokens
 
 SHAPE = ImageShape.C(patch_side=4, max_side=16)
 

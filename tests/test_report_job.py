@@ -25,8 +25,8 @@ from xpmir_uform import (
     adamw,
 )
 from xpmir_uform.commands import main
-from xpmir_uform.learner.alerts import Alerts
-from xpmir_uform.reports.run.page import contents
+from xpmir_uform.monitoring.alerts import Alerts
+from xpmir_uform.reports.job.page import contents
 
 WORDS = ["ant", "bee", "cat", "dog", "elk", "fox", "gnu", "hen"]
 

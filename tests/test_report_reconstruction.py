@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 
 from xpmir_uform import ByteHead, ImageShape, Item, MaskedLoss, Modality, PatchHead, UFormEncoder
-from xpmir_uform.data.decoding import decode
-from xpmir_uform.data.masking import standardised
+from xpmir_uform.data.decoding.registry import decode
 from xpmir_uform.data.vocabulary import Slot
+from xpmir_uform.losses.masking import standardised
 from xpmir_uform.reports.reconstruction import (
     HIDDEN,
     PictureReconstruction,

@@ -18,13 +18,13 @@ from matplotlib.colors import to_rgb
 from PIL import Image
 
 from xpmir_uform.commands import main
-from xpmir_uform.learner.lock import only_one
-from xpmir_uform.learner.telemetry import schema
-from xpmir_uform.reports.run.columns import read_columns, thin
-from xpmir_uform.reports.run.job import read_configuration, read_state
-from xpmir_uform.reports.run.page import PICTURES, SECTIONS, contents, render, report
-from xpmir_uform.reports.run.panels import SHADES, STYLES, apart, plain, svg, wide
-from xpmir_uform.reports.run.words import duration, number, size
+from xpmir_uform.learner.job_lock import only_one
+from xpmir_uform.monitoring.telemetry import schema
+from xpmir_uform.reports.job.folder import read_configuration, read_state
+from xpmir_uform.reports.job.formatting import duration, number, size
+from xpmir_uform.reports.job.page import PICTURES, SECTIONS, contents, render, report
+from xpmir_uform.reports.job.plots import SHADES, STYLES, apart, plain, svg, wide
+from xpmir_uform.reports.job.series import read_columns, thin
 
 IDENTIFIER = "4f" * 32
 START = 1_796_000_000.0

@@ -26,8 +26,8 @@ from xpmir_uform import (
     UFormTrainer,
     adamw,
 )
-from xpmir_uform.data.checks import validate
-from xpmir_uform.data.decoding import UnreadableItem
+from xpmir_uform.base.configuration import validate
+from xpmir_uform.data.decoding.registry import UnreadableItem
 from xpmir_uform.reports.curves import read_scalars
 from xpmir_uform.trainer.loader import StepDataset, iterate_steps
 

@@ -11,11 +11,11 @@ import torch
 from torch.nn.functional import dropout
 
 from xpmir_uform import Bag, BagSampler, BagSource, Batch, ContrastiveLoss, Item, PooledHead, UFormEncoder, UFormTrainer
-from xpmir_uform.data.decoding import decode
+from xpmir_uform.data.decoding.registry import decode
 from xpmir_uform.losses.base import Encoded
 from xpmir_uform.model.packing import pack
 from xpmir_uform.trainer.loader import LoadedStep, StepDataset, sizes
-from xpmir_uform.trainer.step import Engine, Microbatch, Share, exact_step, gather
+from xpmir_uform.trainer.step.exact import Engine, Microbatch, Share, exact_step, gather
 
 WORDS = ["ant", "bee", "cat", "dog", "elk", "fox"]
 

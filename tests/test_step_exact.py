@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from xpmir_uform import Bag, Batch, ByteHead, ContrastiveLoss, Item, Negatives, PooledHead, RankedForm, UFormEncoder
-from xpmir_uform.data.decoding import decode
+from xpmir_uform.data.decoding.registry import decode
 from xpmir_uform.losses.base import AdditiveLoss, Answers, Encoded, LossValue
 from xpmir_uform.model.packing import pack
 from xpmir_uform.trainer.loader import LoadedStep, sizes
-from xpmir_uform.trainer.ranks import Ranks
-from xpmir_uform.trainer.step import Engine, Microbatch, Share, exact_step, gather
+from xpmir_uform.trainer.step.collectives import Ranks
+from xpmir_uform.trainer.step.exact import Engine, Microbatch, Share, exact_step, gather
 
 WORDS = ["ant", "bee", "a much longer text than the others", "cat", "dog", "", "elk", "fox"]
 

@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from uform_kernels import Normalizers
-from uform_kernels.pair_loss.reference import form_loss
+from uform_kernels.ops.pair_loss.reference import form_loss
 
 from xpmir_uform import (
     Bag,
@@ -30,14 +30,14 @@ from xpmir_uform import (
     TokenHead,
     UFormEncoder,
 )
-from xpmir_uform.data.decoding import decode
-from xpmir_uform.data.questions import Questions
+from xpmir_uform.data.decoding.registry import decode
+from xpmir_uform.data.targets import Questions
 from xpmir_uform.losses.base import Answers, Encoded
 from xpmir_uform.model.packing import pack
-from xpmir_uform.trainer.interaction import Interaction
 from xpmir_uform.trainer.loader import LoadedStep, sizes
-from xpmir_uform.trainer.ranks import Ranks
-from xpmir_uform.trainer.step import Engine, Microbatch, Share, exact_step
+from xpmir_uform.trainer.step.collectives import Ranks
+from xpmir_uform.trainer.step.exact import Engine, Microbatch, Share, exact_step
+from xpmir_uform.trainer.step.token_exchange import Interaction
 
 SPAN = 5
 FORMS = {"ranked": RankedForm, "sigmoid": SigmoidForm, "balanced": BalancedForm}

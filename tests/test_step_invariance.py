@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from xpm_torch.batchers import PowerAdaptativeBatcher
 
 from xpmir_uform import BatchShape, RankedForm, UFormBatcher, UFormEncoder, UFormTrainer
-from xpmir_uform.model.pooling import Pooling
+from xpmir_uform.model.head_modules import Pooling
 
 
 @pytest.fixture(scope="module")
@@ -148,10 +148,10 @@ def _count_collectives(rank: int, folder: Path) -> None:
     assert len(steps) == EPOCHS * STEPS
     # Two sums: the counts before the forward passes, and losses with the verdict on memory after the backward ones.
     expected = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
-    for step in steps:
-        buckets = {name: count for name, count in step.items() if name.startswith("bucket")}
-        assert buckets, step
-        assert step == {**expected, **dict.fromkeys(buckets, 1)}, step
+    for exact in steps:
+        buckets = {name: count for name, count in exact.items() if name.startswith("bucket")}
+        assert buckets, exact
+        assert exact == {**expected, **dict.fromkeys(buckets, 1)}, exact
 
 
 def _counted(name, original, calls):
@@ -181,9 +181,9 @@ def test_control_a_missing_world_size_factor_is_seen(tmp_path, whole):
 
 
 def test_control_a_dropped_temperature_gradient_is_seen(tmp_path, whole, monkeypatch):
-    from xpmir_uform.trainer import step
+    from xpmir_uform.trainer.step import exact
 
-    monkeypatch.setattr(step, "surrogate", lambda answers, gradient: (answers.embeddings * gradient.embeddings).sum())
+    monkeypatch.setattr(exact, "surrogate", lambda answers, gradient: (answers.embeddings * gradient.embeddings).sum())
     monkeypatch.setattr(UFormEncoder, "clamp_temperature", lambda self: None)
     run_here(config(), tmp_path)
     assert distance(tmp_path, whole) > 1e-4

@@ -26,7 +26,7 @@ from xpmir_uform import (
     TokenHead,
     UFormBatcher,
 )
-from xpmir_uform.learner.telemetry import read_alerts, read_telemetry
+from xpmir_uform.monitoring.telemetry import read_alerts, read_telemetry
 
 
 class Lonely(BagSource):

@@ -22,11 +22,11 @@ from xpmir_uform import (
     UFormEncoder,
     VideoShape,
 )
-from xpmir_uform.data.decoding import decode
+from xpmir_uform.data.decoding.registry import decode
 from xpmir_uform.losses.base import Answers, Encoded
 from xpmir_uform.model.packing import pack
 from xpmir_uform.trainer.loader import LoadedStep, sizes
-from xpmir_uform.trainer.step import Engine, Microbatch, Share, exact_step
+from xpmir_uform.trainer.step.exact import Engine, Microbatch, Share, exact_step
 
 NAMES = ("text", "image", "video", "audio")
 WEIGHTS = dict(zip(NAMES, (0.5, 2.0, 3.0, 0.25), strict=True))

@@ -14,7 +14,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from xpm_torch.trainers.context import StepTrainingHook
 
 from xpmir_uform import PooledHead, UFormEncoder
-from xpmir_uform.data.fields import default
+from xpmir_uform.base.configuration import default
 
 
 class Codebook(nn.Module):

@@ -34,7 +34,7 @@ from xpm_torch.configuration import FabricConfiguration
 from xpm_torch.optim import AdamW, ParameterOptimizer
 
 import xpmir_uform
-from xpmir_uform.learner.together import check_started
+from xpmir_uform.learner.distributed import check_started
 
 ROOT = Path(__file__).parents[1]
 FROZEN = Path(__file__).parent / "assets" / "defaults.json"

@@ -47,8 +47,8 @@ from xpm_torch.trainers.context import TrainerContext
 from xpm_torch.trainers.validation import TrainerValidationLoss
 
 from xpmir_uform import CosineSchedule, UFormBatcher, UFormTrainer
-from xpmir_uform.data.fields import default
-from xpmir_uform.learner.together import limit_waiting
+from xpmir_uform.base.configuration import default
+from xpmir_uform.learner.distributed import limit_waiting
 
 ROOT = Path(__file__).parents[1]
 

@@ -9,7 +9,7 @@ from uform_kernels import Edges, pair_loss
 from xpm_torch.optim import ScheduledOptimizer
 
 from xpmir_uform import CosineSchedule, ImageShape, PooledHead, UFormEncoder, adamw
-from xpmir_uform.trainer.temperature import TemperatureClamp
+from xpmir_uform.trainer.hooks import TemperatureClamp
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from faults.harness import Lab, Row, nothing
 from faults.training import EPOCHS
-from xpmir_uform.learner import facts
+from xpmir_uform.checkpoints import provenance
 
 STEP = 8
 OTHER = {
@@ -50,6 +50,6 @@ def rows(lab: Lab) -> Iterator[Row]:
 
 def other_versions(rank: int) -> None:
     """What the manifest says of versions and code."""
-    versions = {**facts.versions(), "torch": "9.9.9"}
-    facts.versions = lambda: versions
-    facts.git = lambda: {"commit": "0" * 40, "dirty": True}
+    versions = {**provenance.versions(), "torch": "9.9.9"}
+    provenance.versions = lambda: versions
+    provenance.git = lambda: {"commit": "0" * 40, "dirty": True}

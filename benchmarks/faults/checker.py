@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from xpmir_uform.learner.telemetry import read_telemetry
+from xpmir_uform.monitoring.telemetry import read_telemetry
 
 KEEP = 2
 ASIDE = ("damaged-", "stale-")

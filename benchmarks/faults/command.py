@@ -11,7 +11,7 @@ from datetime import date
 from pathlib import Path
 
 from faults.harness import Lab, Row
-from xpmir_uform.learner import facts
+from xpmir_uform.checkpoints import provenance
 
 GROUPS = {
     "saving": "killed while saving and at random moments",
@@ -72,7 +72,7 @@ def main() -> None:
         found = run(arguments.groups or list(GROUPS), arguments.quick, arguments.keep or Path(root).resolve())
     rows = [row for group in found.values() for row in group]
     count = sum(row.outcomes.total() for row in rows)
-    versions = facts.versions()
+    versions = provenance.versions()
     print(table(found))
     print(
         f"\n{date.today()}, {count} faults in {(time.monotonic() - start) / 60:.0f} minutes, CPU; "

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from faults.harness import Lab, Row, Trial
-from xpmir_uform.learner import manifest, shelf
+from xpmir_uform.checkpoints import manifest, store
 
 FILES = (*manifest.FILES, manifest.NAME)
 NEWEST = 10
@@ -144,8 +144,8 @@ def all_of_them(lab: Lab) -> Row:
     for number, kind in enumerate(lab.spread(kinds, 2)):
         trial, name = lab.trial(NEWEST), FILES[number % len(FILES)]
         shutil.copytree(trial.checkpoints, trial.folder / "copy", symlinks=True)
-        for step in shelf.steps_in(trial.checkpoints):
-            DAMAGES[kind](trial.checkpoints / shelf.name_of(step) / name)
+        for step in store.steps_in(trial.checkpoints):
+            DAMAGES[kind](trial.checkpoints / store.name_of(step) / name)
         row.add(*stops_and_goes_on(lab, trial), kind)
     return row
 

@@ -18,7 +18,7 @@ import torch
 
 from faults.damage import FILES, NEWEST, stops_and_goes_on
 from faults.harness import Lab, Row
-from xpmir_uform.learner import manifest
+from xpmir_uform.checkpoints import manifest
 
 MODEL, OPTIMIZER, STATE = manifest.FILES
 

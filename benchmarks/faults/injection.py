@@ -15,7 +15,7 @@ from typing import Any
 from safetensors import SafetensorError
 from xpm_torch import loggers  # noqa: F401  (loaded before the functions that it takes are replaced)
 
-from xpmir_uform.model import files as model_files
+from xpmir_uform.model import weights as model_files
 
 CHANGES = (
     "mkdir", "rmdir", "unlink", "rename", "replace", "link", "symlink", "truncate", "open", "write", "pwrite", "fsync",

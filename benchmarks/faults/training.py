@@ -31,7 +31,7 @@ from xpmir_uform import (
     UFormTrainer,
     adamw,
 )
-from xpmir_uform.data.fields import default
+from xpmir_uform.base.configuration import default
 from xpmir_uform.losses.base import LossValue
 
 EPOCHS, STEPS, BATCH = 3, 4, 4

@@ -23,8 +23,8 @@ class Mutant(NamedTuple):
     tests: tuple[str, ...]
 
 
-PAIR = "kernels/uform_kernels/pair_loss/"
-MAXSIM = "kernels/uform_kernels/maxsim/"
+PAIR = "kernels/uform_kernels/ops/pair_loss/"
+MAXSIM = "kernels/uform_kernels/ops/maxsim/"
 BATTERY, FIELDS = "test_loss_battery.py", "test_fields.py"
 LOSSES, DATA, MODEL = "xpmir_uform/losses/", "xpmir_uform/data/", "xpmir_uform/model/"
 TRAINER, LEARNER = "xpmir_uform/trainer/", "xpmir_uform/learner/"
@@ -48,7 +48,7 @@ MUTANTS = (
     Mutant("kernels", "-0.0 and 0.0 differ", MAXSIM + "screen.py", "return (vectors + 0.0)", "return vectors.clone()", ("test_kernel_screen.py",)),
     Mutant("kernels", "a shared hash is believed", MAXSIM + "screen.py", "torch.cat([owners[rows, None], bits_of(documents[rows])], dim=1)", "owners[rows, None]", ("test_kernel_screen.py",)),
     Mutant("kernels", "a NaN that nothing depends on spoils gradients", MAXSIM + "screen.py", "marked & (grad != 0)", "marked", ("test_kernel_screen.py",)),
-    Mutant("kernels", "a choice of probability 0 costs", "kernels/uform_kernels/choice_loss/chunked.py", "losses = torch.where(targets > 0, targets * (log_total - shifted), 0)", "losses = targets * (log_total - shifted)", ("test_kernel_choice_loss.py",)),
+    Mutant("kernels", "a choice of probability 0 costs", "kernels/uform_kernels/ops/choice_loss/chunked.py", "losses = torch.where(targets > 0, targets * (log_total - shifted), 0)", "losses = targets * (log_total - shifted)", ("test_kernel_choice_loss.py",)),
     Mutant("kernels", "huge weights are taken", "kernels/uform_kernels/checks.py", "LEAST_WEIGHT, MOST_WEIGHT = 1e-18, 1e9", "LEAST_WEIGHT, MOST_WEIGHT = 1e-18, 1e40", ("test_kernel_screen.py",)),
     Mutant("losses", "temperature groups are ignored", LOSSES + "contrastive.py", "groups=batch.groups.to(device)", "groups=None", (BATTERY,)),
     Mutant("losses", "Matryoshka levels are ignored", LOSSES + "contrastive.py", "dimensions=self.matryoshka_dimensions or None", "dimensions=None", (FIELDS,)),

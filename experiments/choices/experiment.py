@@ -24,9 +24,9 @@ from xpmir_uform import (
     RelevanceScoring,
     save_model,
 )
-from xpmir_uform.data.datasets.languages import LETTERS
-from xpmir_uform.data.datasets.pairs import PairCollection
-from xpmir_uform.experiments import (
+from xpmir_uform.datasets.languages import LETTERS
+from xpmir_uform.datasets.pairs import PairCollection
+from xpmir_uform.recipes import (
     ExperimentSettings,
     InteractionSettings,
     ModelSettings,

@@ -23,7 +23,7 @@ from xpmir_uform import (
     load_model,
     save_model,
 )
-from xpmir_uform.experiments import (
+from xpmir_uform.recipes import (
     ExperimentSettings,
     ModelSettings,
     Seeds,

@@ -20,7 +20,7 @@ from xpmir_uform import (
     VideoShape,
     save_model,
 )
-from xpmir_uform.experiments import (
+from xpmir_uform.recipes import (
     ExperimentSettings,
     ModelSettings,
     TrainingSettings,

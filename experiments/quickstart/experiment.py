@@ -15,7 +15,7 @@ from xpmir_uform import (
     RetrievalValidation,
     save_model,
 )
-from xpmir_uform.experiments import (
+from xpmir_uform.recipes import (
     ExperimentSettings,
     ModelSettings,
     TrainingSettings,

@@ -21,7 +21,8 @@ from xpmir_uform import (
     save_model,
 )
 from xpmir_uform.evaluation.rankers import Ranker
-from xpmir_uform.experiments import (
+from xpmir_uform.losses.base import BatchLoss
+from xpmir_uform.recipes import (
     ExperimentSettings,
     InteractionSettings,
     ModelSettings,
@@ -32,7 +33,6 @@ from xpmir_uform.experiments import (
     form_of,
     uform_experiment,
 )
-from xpmir_uform.losses.base import BatchLoss
 from xpmir_uform.reports.reranker import LATE, POOLED, RERANKED, RerankerRun, report
 
 

@@ -4,10 +4,10 @@ Usable on its own. Each operation has a plain definition (`reference`), a tiled 
 a Triton form (`triton`); importing this package imports no triton, which a call does when it runs there.
 """
 
-from .choice_loss import choice_loss
-from .edges import Edges, check_disjoint, check_edges
-from .maxsim import maxsim
-from .pair_loss import Normalizers, PairLoss, pair_loss, pair_normalizers
+from uform_kernels.edges import Edges, check_disjoint, check_edges
+from uform_kernels.ops.choice_loss import choice_loss
+from uform_kernels.ops.maxsim import maxsim
+from uform_kernels.ops.pair_loss import Normalizers, PairLoss, pair_loss, pair_normalizers
 
 __all__ = [
     "Edges",

@@ -7,7 +7,7 @@ import os
 import torch
 from torch import Tensor
 
-from .checks import check_choice
+from uform_kernels.checks import check_choice
 
 BACKENDS = ("auto", "reference", "chunked", "triton")
 

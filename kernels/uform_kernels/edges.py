@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import (
+from uform_kernels.checks import (
     FLOATING,
     LEAST_WEIGHT,
     MOST_WEIGHT,

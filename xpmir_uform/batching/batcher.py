@@ -8,12 +8,12 @@ import torch
 from experimaestro import Meta
 from xpm_torch.batchers import Batcher, PowerAdaptativeBatcherWorker
 
-from xpmir_uform.batching import probing
+from xpmir_uform.base.configuration import default
+from xpmir_uform.batching import memory_probe
+from xpmir_uform.batching.bag_sizes import BagSize
 from xpmir_uform.batching.cost import CostModel, fit
 from xpmir_uform.batching.packer import BagPacker
 from xpmir_uform.batching.shape import BatchShape
-from xpmir_uform.batching.sizes import BagSize
-from xpmir_uform.data.fields import default
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class UFormBatcherWorker(PowerAdaptativeBatcherWorker):
         model: what a microbatch costs; until it is fitted, and where memory has no bound, its tokens.
         ceiling: what a microbatch may cost since memory ran out; the same on every rank.
         limits: hard limits beside the batch shape's, by the name of a column of
-            :class:`~xpmir_uform.batching.sizes.Sizes`.
+            :class:`~xpmir_uform.batching.bag_sizes.Sizes`.
         predicted: bytes of the heaviest microbatch of the last step; None: the model is not fitted.
     """
 
@@ -68,11 +68,11 @@ class UFormBatcherWorker(PowerAdaptativeBatcherWorker):
         self.model = CostModel.from_json(told if fabric is None else fabric.broadcast(told, src=0))
         self.fitted = True
         if self.device.type == "cuda":
-            self.reach = probing.reachable(self.device)
+            self.reach = memory_probe.reachable(self.device)
 
     def _fit(self, probe_fn: Callable[[Sequence[int]], None]) -> CostModel:
-        lengths = self.batcher.probes or probing.probe_lengths(self.batcher.longest, self.device)
-        model = fit(probing.probe(probe_fn, lengths, self.device))
+        lengths = self.batcher.probes or memory_probe.probe_lengths(self.batcher.longest, self.device)
+        model = fit(memory_probe.probe(probe_fn, lengths, self.device))
         logger.info("bytes of a microbatch: %s", model.to_json())
         return model
 
@@ -80,7 +80,7 @@ class UFormBatcherWorker(PowerAdaptativeBatcherWorker):
         """What a microbatch may cost now."""
         if not self.fitted:
             return self.ceiling
-        given = self.batcher.memory or probing.budget(self.device, self.batcher.memory_fraction, self.reach)
+        given = self.batcher.memory or memory_probe.budget(self.device, self.batcher.memory_fraction, self.reach)
         return min(given, self.ceiling)
 
     def plan(self, bags: Sequence[BagSize]) -> list[list[BagSize]]:
@@ -122,9 +122,9 @@ class UFormBatcherWorker(PowerAdaptativeBatcherWorker):
             try:
                 return process(iter(parts), len(parts), *args, **kwargs)
             except RuntimeError as error:
-                if not probing.is_out_of_memory(error) or not self._shrink(parts):
+                if not memory_probe.is_out_of_memory(error) or not self._shrink(parts):
                     raise
-            probing.release(self.device)
+            memory_probe.release(self.device)
 
     def _shrink(self, parts: Sequence[Sequence[BagSize]]) -> bool:
         """Lowers the ceiling below the heaviest microbatch that can be split; False: on no rank there is one."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import nnls
 
-from xpmir_uform.batching.sizes import Sizes
+from xpmir_uform.batching.bag_sizes import Sizes
 
 
 class Probe(NamedTuple):

@@ -14,9 +14,9 @@ from operator import le, sub
 import numpy as np
 from experimaestro import Config
 
+from xpmir_uform.batching.bag_sizes import BagSize, Sizes
 from xpmir_uform.batching.cost import CostModel
 from xpmir_uform.batching.shape import BatchShape, refuse
-from xpmir_uform.batching.sizes import BagSize, Sizes
 
 
 def first_fit(costs: np.ndarray, budget: float, needs: np.ndarray, limits: Sequence[int]) -> list[list[int]]:
@@ -96,7 +96,7 @@ def pack(
     """The numbers of the bags of each microbatch, ascending; as few microbatches as first-fit decreasing needs.
 
     Args:
-        limits: hard limits of the columns of :class:`~xpmir_uform.batching.sizes.Sizes`; ``longest`` is of each item.
+        limits: hard limits of the columns of :class:`~xpmir_uform.batching.bag_sizes.Sizes`; ``longest`` is of each item.
         model: what a microbatch costs.
         budget: what it may cost; a bag that alone costs more comes alone.
 
@@ -133,7 +133,7 @@ class BagPacker(Config):
         """The numbers of the bags of each microbatch: every bag once, ascending within a microbatch.
 
         Args:
-            limits: beside those of ``shape``, of further columns of :class:`~xpmir_uform.batching.sizes.Sizes`.
+            limits: beside those of ``shape``, of further columns of :class:`~xpmir_uform.batching.bag_sizes.Sizes`.
 
         Raises:
             ValueError: a bag alone exceeds a limit; the message gives its key.

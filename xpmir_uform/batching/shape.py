@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from experimaestro import Config, Meta
 
-from xpmir_uform.batching.sizes import BagSize, Sizes
-from xpmir_uform.data.fields import default
+from xpmir_uform.base.configuration import default
+from xpmir_uform.batching.bag_sizes import BagSize, Sizes
 
 
 def refuse(bags: Sequence[BagSize], sizes: Sizes, limits: Mapping[str, int]) -> None:
@@ -69,7 +69,7 @@ class BatchShape(Config):
             raise ValueError(f"rows is {self.rows} without columns, expected both: tokens are bounded by their product")
 
     def limits(self) -> dict[str, int]:
-        """The limits that are set, by the name of a column of :class:`~xpmir_uform.batching.sizes.Sizes`."""
+        """The limits that are set, by the name of a column of :class:`~xpmir_uform.batching.bag_sizes.Sizes`."""
         named = {
             "longest": self.columns,
             "tokens": self.rows * self.columns,

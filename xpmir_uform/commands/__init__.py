@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from xpmir_uform.data.disk import printable
-from xpmir_uform.learner.files import Occupied
+from xpmir_uform.base.atomic_files import Occupied
+from xpmir_uform.base.checked_files import printable
 
 NAMES = ("checkpoint", "report", "index", "search")
 """The subcommands; a new one is a module and its name here."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from xpmir_uform.data.disk import printable
+from xpmir_uform.base.checked_files import printable
 
 SHOWN = 20
 """Tensors that ``diff`` lists."""
@@ -56,16 +56,16 @@ def export(path: Path, folder: Path, step: int | None, best: bool, trust: list[s
     """Writes the model of a checkpoint."""
     from xpmir_uform.export.pretrained import export_checkpoint
 
-    checkpoint = export_checkpoint(path, folder, step, best, trust)
-    say(f"The model of {checkpoint} is in {folder}: load_model({str(folder)!r})")
+    format = export_checkpoint(path, folder, step, best, trust)
+    say(f"The model of {format} is in {folder}: load_model({str(folder)!r})")
     return 0
 
 
 def show(path: Path) -> int:
     """Prints one manifest, with every setting."""
-    from xpmir_uform.learner import manifest, shelf
+    from xpmir_uform.checkpoints import manifest, store
 
-    folder = shelf.resolve(path)
+    folder = store.resolve(path)
     for name, value in _described(folder.resolve(), manifest.verify(folder)):
         say(f"{name:<16}  {value}")
     return 0
@@ -95,12 +95,12 @@ def _named(reference: Mapping[str, Any]) -> str:
 
 def verify(path: Path) -> int:
     """Checks one checkpoint, or all of a job."""
-    from xpmir_uform.learner import manifest, shelf
+    from xpmir_uform.checkpoints import manifest, store
 
-    folder = shelf.shelf_of(path)
-    several = not (path / manifest.NAME).exists() and shelf.steps_in(folder)
+    folder = store.shelf_of(path)
+    several = not (path / manifest.NAME).exists() and store.steps_in(folder)
     damaged = 0
-    for each in [folder / shelf.name_of(step) for step in shelf.steps_in(folder)] if several else [shelf.resolve(path)]:
+    for each in [folder / store.name_of(step) for step in store.steps_in(folder)] if several else [store.resolve(path)]:
         try:
             manifest.verify(each)
             say(f"whole    {each}")
@@ -112,9 +112,9 @@ def verify(path: Path) -> int:
 
 def lineage(path: Path) -> int:
     """Prints the checkpoints that one follows, and its resumes."""
-    from xpmir_uform.learner import lineage, shelf
+    from xpmir_uform.checkpoints import lineage, store
 
-    folders = list(lineage.chain(shelf.resolve(path)))
+    folders = list(lineage.chain(store.resolve(path)))
     for folder, found in folders:
         say(f"step {found['step']:>8}  {folder}")
     before = folders[-1][1]["previous"]
@@ -132,10 +132,10 @@ def _because(audit: Mapping[str, Any]) -> str:
 
 def diff(path: Path, other: Path) -> int:
     """Prints what two checkpoints do not share."""
-    from xpmir_uform.learner import checkpoint, lineage, shelf
-    from xpmir_uform.learner.fit import side_by_side
+    from xpmir_uform.checkpoints import format, lineage, store
+    from xpmir_uform.checkpoints.compatibility import side_by_side
 
-    first, second = (checkpoint.read(shelf.resolve(each)) for each in (path, other))
+    first, second = (format.read(store.resolve(each)) for each in (path, other))
     fields = lineage.manifest_differences(first.manifest, second.manifest)
     table = side_by_side(fields, ("field", "first", "second")) if fields else "The manifests agree."
     for line in table.split("\n"):

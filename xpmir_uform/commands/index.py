@@ -6,7 +6,7 @@ The collection is a file with one text in each line, or a .jsonl file with an ob
 import argparse
 from pathlib import Path
 
-from xpmir_uform.data.disk import printable
+from xpmir_uform.base.checked_files import printable
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +18,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def load(arguments: argparse.Namespace):
     """The model that was asked for, on its device."""
-    from xpmir_uform.evaluation.devices import device_of
+    from xpmir_uform.base.devices import device_of
     from xpmir_uform.export.pretrained import load_model
 
     try:
@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the index and prints what is in it."""
-    from xpmir_uform.export.index import build_index, read_collection
+    from xpmir_uform.index import build_index, read_collection
 
     documents = read_collection(arguments.collection)
     index = build_index(load(arguments), documents, arguments.index, approximate=arguments.approximate)

@@ -7,7 +7,7 @@ network. The job may run, be done, or have failed.
 import argparse
 from pathlib import Path
 
-from xpmir_uform.data.disk import printable
+from xpmir_uform.base.checked_files import printable
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes both and prints where they are."""
-    from xpmir_uform.reports.run.page import report
+    from xpmir_uform.reports.job.page import report
 
     for path in report(arguments.job, arguments.output):
         print(printable(path))

@@ -6,8 +6,8 @@ The nearest documents by the cosine of their embeddings, reordered by late inter
 import argparse
 from pathlib import Path
 
+from xpmir_uform.base.checked_files import printable
 from xpmir_uform.commands.index import add_model, load
-from xpmir_uform.data.disk import printable
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the documents that are found: score, id and text, separated by tabs."""
-    from xpmir_uform.export.index import Index
+    from xpmir_uform.index import Index
 
     index = Index(arguments.index, load(arguments))
     found = index.search_all(

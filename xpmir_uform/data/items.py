@@ -8,10 +8,10 @@ from typing import Any
 
 from PIL import Image
 
-from xpmir_uform.data.contents import file_bytes, picture_bytes
-from xpmir_uform.data.draws import key_of
+from xpmir_uform.base.keyed_random import key_of
+from xpmir_uform.data.file_contents import file_bytes, picture_bytes
+from xpmir_uform.data.validation import as_items, as_links, check_bag, check_item, whole
 from xpmir_uform.data.vocabulary import Modality, Side
-from xpmir_uform.data.wellformed import as_items, as_links, check_bag, check_item, whole
 
 Link = tuple[int, int] | tuple[int, int, float]
 """``(anchor, other)`` or ``(anchor, other, weight)``, as positions in a bag's items."""

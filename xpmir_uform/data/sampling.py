@@ -13,8 +13,8 @@ import numpy as np
 from experimaestro import Config, Constant, Param, copyconfig
 from xpm_torch import Sampler
 
-from xpmir_uform.data import draws
-from xpmir_uform.data.fields import default
+from xpmir_uform.base import keyed_random
+from xpmir_uform.base.configuration import default
 from xpmir_uform.data.items import Bag
 
 ON_BAD_ITEM = ("fail", "skip")
@@ -24,7 +24,7 @@ def places(seed: int, step: int, batch_size: int, count: int) -> Iterator[tuple[
     """The (epoch, index) of each of the ``batch_size`` bags of ``step``, out of ``count``."""
     for position in range(step * batch_size, (step + 1) * batch_size):
         epoch, place = divmod(position, count)
-        yield epoch, int(draws.permutation(seed, draws.Purpose.ORDER, epoch, count)[place])
+        yield epoch, int(keyed_random.permutation(seed, keyed_random.Purpose.ORDER, epoch, count)[place])
 
 
 class OtherData(ValueError):
@@ -105,7 +105,7 @@ class BagSampler(Sampler):
 
     on_bad_item: Param[str] = default("fail")
     """What an item that cannot be read does: ``fail`` stops the run and names it; ``skip`` leaves it out, counted, with
-    what :func:`~xpmir_uform.data.salvage.without` says, and changes no other item's place"""
+    what :func:`~xpmir_uform.data.unreadable_bags.without` says, and changes no other item's place"""
 
     version: Constant[int] = 2
     """Of the batches: 2 knows a bag again by its place in the data set, where a batch takes two epochs' copies of it"""
@@ -117,7 +117,7 @@ class BagSampler(Sampler):
     def initialize(self, random: np.random.RandomState | None):
         """Takes the seed of all draws of this run from ``random``."""
         super().initialize(random)
-        self.seed = draws.seed_from(self.random)
+        self.seed = keyed_random.seed_from(self.random)
 
     def bags(self, step: int, batch_size: int) -> list[Bag]:
         """The ``batch_size`` bags of ``step``.

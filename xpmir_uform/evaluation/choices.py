@@ -15,11 +15,10 @@ import torch
 from experimaestro import Constant, Meta, Param, Task, pathgenerator
 from xpm_torch import Module
 
-from xpmir_uform.data.checks import CheckedTask
-from xpmir_uform.data.choices import ChoiceSet
-from xpmir_uform.data.fields import default
+from xpmir_uform.base.configuration import CheckedTask, default
+from xpmir_uform.base.devices import check_device, device_of
 from xpmir_uform.data.items import Item
-from xpmir_uform.evaluation.devices import check_device, device_of
+from xpmir_uform.data.problems import ChoiceSet
 from xpmir_uform.evaluation.results import write_each
 
 BINS = 10

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from xpmir_uform.data.disk import read_bytes, replace_file, seal, unseal
+from xpmir_uform.base.checked_files import read_bytes, replace_file, seal, unseal
 
 logger = logging.getLogger(__name__)
 

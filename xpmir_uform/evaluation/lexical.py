@@ -8,10 +8,9 @@ from typing import Annotated, Any
 import torch
 from experimaestro import Constant, Param, Task, pathgenerator
 
-from xpmir_uform.data.checks import CheckedTask
-from xpmir_uform.data.fields import default
+from xpmir_uform.base.configuration import CheckedTask, default
 from xpmir_uform.data.items import Item
-from xpmir_uform.data.retrieval import RetrievalSet
+from xpmir_uform.data.problems import RetrievalSet
 from xpmir_uform.data.vocabulary import Modality
 from xpmir_uform.evaluation.results import write_each
 from xpmir_uform.evaluation.retrieval import evaluate

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from experimaestro import Config, Param
 
-from xpmir_uform.data.fields import default
+from xpmir_uform.base.configuration import default
 from xpmir_uform.evaluation.search import UNRANKED, Order, Ranking, cosine_search
 
 

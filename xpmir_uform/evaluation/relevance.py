@@ -17,13 +17,12 @@ from scipy.optimize import minimize
 from scipy.special import expit
 from xpm_torch import Module
 
-from xpmir_uform.data.checks import CheckedTask
-from xpmir_uform.data.datasets.pairs import Pair, PairCollection
-from xpmir_uform.data.datasets.relevance import Judgements, questions, wrong_documents
-from xpmir_uform.data.disk import new_file
-from xpmir_uform.data.fields import default
+from xpmir_uform.base.checked_files import new_file
+from xpmir_uform.base.configuration import CheckedTask, default
+from xpmir_uform.base.devices import check_device, device_of
+from xpmir_uform.datasets.pairs import Pair, PairCollection
+from xpmir_uform.datasets.relevance import Judgements, questions, wrong_documents
 from xpmir_uform.evaluation.choices import results, truth_of
-from xpmir_uform.evaluation.devices import check_device, device_of
 
 
 def calibrate(right: np.ndarray, wrong: np.ndarray) -> tuple[float, float]:
@@ -73,7 +72,7 @@ class RelevanceScoring(CheckedTask, Task):
     """Where the model runs; ``auto``: the GPU if there is one"""
 
     path: Annotated[Path, pathgenerator("judgements.safetensors")]
-    """See :class:`~xpmir_uform.data.datasets.relevance.Judgements`"""
+    """See :class:`~xpmir_uform.datasets.relevance.Judgements`"""
 
     resultspath: Annotated[Path, pathgenerator("results.json")]
     """As of ``ChoicesEvaluation``, of the held-out pairs; the slope and the intercept"""

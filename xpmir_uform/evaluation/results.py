@@ -7,7 +7,7 @@ from typing import Any
 
 from experimaestro import GracefulTimeout, TaskCancelled, taskglobals, tqdm
 
-from xpmir_uform.data.disk import replace_file
+from xpmir_uform.base.checked_files import replace_file
 
 
 def write_json(path: Path, value: Any, indent: int | None = None) -> None:

@@ -15,10 +15,9 @@ from xpm_torch.learner import Learner, LearnerListener, LearnerListenerStatus
 from xpm_torch.trainers.context import TrainerContext, TrainState
 from xpm_torch.validation import ValidationSettings
 
-from xpmir_uform.data.checks import CheckedTask
-from xpmir_uform.data.fields import default
-from xpmir_uform.data.retrieval import Retrieval, RetrievalSet
-from xpmir_uform.evaluation.devices import check_device, device_of
+from xpmir_uform.base.configuration import CheckedTask, default
+from xpmir_uform.base.devices import check_device, device_of
+from xpmir_uform.data.problems import Retrieval, RetrievalSet
 from xpmir_uform.evaluation.history import read_history, write_history
 from xpmir_uform.evaluation.measures import MEASURES, chance, counts_of, measure
 from xpmir_uform.evaluation.rankers import PooledRanker, Ranker, pooled_ranking

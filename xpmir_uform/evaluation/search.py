@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from xpmir_uform.data.retrieval import Retrieval, hash_items
+from xpmir_uform.data.problems import Retrieval, hash_items
 
 UNRANKED = -1
 """In a ranking: no document."""

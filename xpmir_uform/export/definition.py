@@ -19,10 +19,10 @@ from experimaestro.core.context import SerializationContext
 from experimaestro.core.types import EnumType, ObjectType
 from xpm_torch.module import SimpleModuleLoader
 
-from xpmir_uform.data.checks import validate
-from xpmir_uform.data.disk import NotAFile, hash_of, quoted, read_bytes
-from xpmir_uform.model.files import DEFINITION, FILE_NAME
+from xpmir_uform.base.checked_files import NotAFile, hash_of, quoted, read_bytes
+from xpmir_uform.base.configuration import validate
 from xpmir_uform.model.uform import UFormEncoder
+from xpmir_uform.model.weights import DEFINITION, FILE_NAME
 
 DEFINITION_BYTES = 1 << 20
 MOST_ENTRIES = 1000

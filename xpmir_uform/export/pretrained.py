@@ -12,11 +12,12 @@ from safetensors import SafetensorError
 from xpm_torch import Module, ModuleLoader
 from xpm_torch.module import SimpleModuleLoader
 
-from xpmir_uform.data.disk import NotAFile, copy_file, describe, difference, permitted
-from xpmir_uform.export import card, definition
-from xpmir_uform.learner import manifest, shelf
-from xpmir_uform.learner.files import check_replaceable, commit_folder
-from xpmir_uform.model.files import (
+from xpmir_uform.base.atomic_files import check_replaceable, commit_folder
+from xpmir_uform.base.checked_files import NotAFile, copy_file, describe, difference, permitted
+from xpmir_uform.checkpoints import manifest, store
+from xpmir_uform.export import definition, model_card
+from xpmir_uform.model.uform import UFormEncoder
+from xpmir_uform.model.weights import (
     DEFINITION,
     FILE_NAME,
     check_fit,
@@ -26,12 +27,11 @@ from xpmir_uform.model.files import (
     recorded,
     weights_file,
 )
-from xpmir_uform.model.uform import UFormEncoder
 
 HUB = re.compile(r"hf://(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?", re.ASCII)
 """A repository of the Hugging Face hub, as its own file system writes it."""
 
-SAVED = (DEFINITION, FILE_NAME, card.NAME)
+SAVED = (DEFINITION, FILE_NAME, model_card.NAME)
 """What a saved model consists of."""
 
 BLOCK_TENSORS = 6
@@ -76,7 +76,13 @@ def export_checkpoint(
     """
     checkpoint = chosen(Path(path), step, best).resolve()
     facts = manifest.verify(checkpoint)
-    _write(_model_of(checkpoint, facts, trust), checkpoint / FILE_NAME, Path(folder), facts, card.measures(checkpoint))
+    _write(
+        _model_of(checkpoint, facts, trust),
+        checkpoint / FILE_NAME,
+        Path(folder),
+        facts,
+        model_card.measures(checkpoint),
+    )
     return checkpoint
 
 
@@ -93,16 +99,16 @@ def chosen(path: Path, step: int | None, best: bool) -> Path:
             raise ValueError(f"{path} has these best checkpoints: {names}; give the path of one, without step or best")
         return kept[0]
     if step is None:
-        return shelf.resolve(path)
-    folder = shelf.shelf_of(path)
-    if step not in shelf.steps_in(folder):
-        steps = ", ".join(map(str, shelf.steps_in(folder))) or "no step"
+        return store.resolve(path)
+    folder = store.shelf_of(path)
+    if step not in store.steps_in(folder):
+        steps = ", ".join(map(str, store.steps_in(folder))) or "no step"
         raise ValueError(f"{path} has no checkpoint of step {step}: it has those of {steps}")
-    return folder / shelf.name_of(step)
+    return folder / store.name_of(step)
 
 
 def _write(
-    model: Config, weights: Path, folder: Path, facts: Mapping[str, Any] | None, measures: card.Measures
+    model: Config, weights: Path, folder: Path, facts: Mapping[str, Any] | None, measures: model_card.Measures
 ) -> None:
     folder = folder.resolve()
     check_replaceable(folder, SAVED, "a saved model")
@@ -115,7 +121,7 @@ def _write(
         if said:
             raise ValueError(f"{weights} {said}: it is damaged, and nothing was written. Train again, or take another")
         (part / DEFINITION).write_text(definition.define(model, record))
-        (part / card.NAME).write_text(card.text(model, check_header(part / FILE_NAME), facts, measures))
+        (part / model_card.NAME).write_text(model_card.text(model, check_header(part / FILE_NAME), facts, measures))
 
     commit_folder(folder, write)
 
@@ -148,7 +154,7 @@ def load_model(source: str | Path, trust: Iterable[str | type] = ()) -> UFormEnc
         config, name = definition.read(folder, trust, follow=bool(hub))
         return _loaded(config, folder / name, follow=bool(hub))
     with suppress(FileNotFoundError):
-        checkpoint = shelf.resolve(folder).resolve()
+        checkpoint = store.resolve(folder).resolve()
         return _loaded(_model_of(checkpoint, manifest.read(checkpoint), trust), checkpoint / FILE_NAME)
     raise ValueError(f"{folder} holds no {DEFINITION}, expected a folder that save_model wrote, or a checkpoint")
 

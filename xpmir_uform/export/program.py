@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.nn.functional import scaled_dot_product_attention
 
+from xpmir_uform.base.atomic_files import check_replaceable, commit_folder
 from xpmir_uform.data.decoding.audio import GAIN
 from xpmir_uform.data.decoding.image import MIDDLE
 from xpmir_uform.data.vocabulary import Modality, Slot
-from xpmir_uform.learner.files import check_replaceable, commit_folder
 from xpmir_uform.model.encoder import Encoder
-from xpmir_uform.model.pooling import Pooling
+from xpmir_uform.model.head_modules import Pooling
 from xpmir_uform.model.rotary import AXES, FREQUENCIES, HEAD_WIDTH
 
 CONTRACT = "contract.json"

@@ -10,11 +10,12 @@ from typing import Any
 from xpm_torch.metrics import Metrics, MetricsLogger
 from xpm_torch.trainers.context import TrainerContext
 
-from xpmir_uform.data.disk import copy_file
-from xpmir_uform.learner import checkpoint, facts, fit, guard, manifest, shelf
-from xpmir_uform.learner.curves import Curves
-from xpmir_uform.learner.files import commit_folder, explained, point
-from xpmir_uform.learner.together import together
+from xpmir_uform.base.atomic_files import commit_folder, explained, point
+from xpmir_uform.base.checked_files import copy_file
+from xpmir_uform.checkpoints import compatibility, format, manifest, provenance, store
+from xpmir_uform.learner import nonfinite
+from xpmir_uform.learner.distributed import together
+from xpmir_uform.monitoring.tensorboard import Curves
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class UFormContext(TrainerContext):
         *args,
         keep: int,
         planned: Callable[[int], bool] = lambda step: True,
-        subject: fit.Subject,
+        subject: compatibility.Subject,
         force_resume: str = "",
         begin: Callable[[], Path | None] = lambda: None,
         **kwargs,
@@ -108,20 +109,20 @@ class UFormContext(TrainerContext):
             return
         if not self.whole:
             raise RuntimeError(f"step {self.steps} is under way, expected a checkpoint between steps")
-        path = self.path / shelf.name_of(self.steps)
+        path = self.path / store.name_of(self.steps)
         with explained(
             f"the checkpoint {path} cannot be written",
             "no other was touched; make room and check the permissions of its folder, then run the task again",
         ):
             if self.state.path is None:
                 self.state.path = self._commit(path)
-            point(self.path / shelf.LAST, self.state.path.name)
-            shelf.prune(self.path, self.steps, self.keep, self.planned)
+            point(self.path / store.LAST, self.state.path.name)
+            store.prune(self.path, self.steps, self.keep, self.planned)
             self._look_ahead(self.state.path)
 
     def _look_ahead(self, path: Path) -> None:
         """Tells, as long as there is time to make room, that a checkpoint as large as this one would not fit."""
-        needed, free = shelf.size_of(path), shutil.disk_usage(path).free
+        needed, free = store.size_of(path), shutil.disk_usage(path).free
         if free < needed:
             self.alert(
                 "full disk",
@@ -131,15 +132,15 @@ class UFormContext(TrainerContext):
 
     def _commit(self, path: Path) -> Path:
         optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in self.state.optimizer.optimizers]
-        guard.check_finite(
+        nonfinite.check_finite(
             f"step {self.steps} is not saved, the checkpoints before it are as they were",
-            guard.written(self.unwrapped_model(), optimizers),
+            nonfinite.written(self.unwrapped_model(), optimizers),
         )
         if path.exists():
-            shelf.set_aside(path, "it was there before this run came to that step", "stale")
+            store.set_aside(path, "it was there before this run came to that step", "stale")
         optimizer, state, values = self.state.optimizer.state_dict(), self._state(), self._facts()
         weights = self.unwrapped_model().state_dict()
-        commit_folder(path, lambda folder: checkpoint.write(folder, weights, optimizer, state, values))
+        commit_folder(path, lambda folder: format.write(folder, weights, optimizer, state, values))
         self.previous = manifest.reference(path, values)
         return path
 
@@ -147,15 +148,17 @@ class UFormContext(TrainerContext):
         return {
             "epoch": self.epoch,
             "steps": self.steps,
-            "metrics": checkpoint.metrics_to_json(self.epoch_metrics),
+            "metrics": format.metrics_to_json(self.epoch_metrics),
             "trainer": self.state.trainer.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "counters": self.counters,
         }
 
     def _fit(self) -> dict[str, Any]:
-        model = fit.model_layout(self.unwrapped_model().state_dict())
-        return fit.fit_of(self.subject, model, fit.optimizer_layout(self.state.optimizer.optimizers))
+        model = compatibility.model_layout(self.unwrapped_model().state_dict())
+        return compatibility.fit_of(
+            self.subject, model, compatibility.optimizer_layout(self.state.optimizer.optimizers)
+        )
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -164,8 +167,8 @@ class UFormContext(TrainerContext):
             "identifier": self.subject.identifier,
             **self._fit(),
             "settings": dict(self.subject.settings),
-            "versions": dict(facts.versions()),
-            "git": facts.git(),
+            "versions": dict(provenance.versions()),
+            "git": provenance.git(),
             **self._arithmetic(),
             "ranks": self.fabric.world_size,
             "previous": self.previous,
@@ -173,7 +176,7 @@ class UFormContext(TrainerContext):
         }
 
     def _arithmetic(self) -> dict[str, Any]:
-        return facts.arithmetic(self.fabric, getattr(self.state.trainer, "losses", ()))
+        return provenance.arithmetic(self.fabric, getattr(self.state.trainer, "losses", ()))
 
     def copy(self, path: Path) -> None:
         """Copies the current step's checkpoint to ``path``, where it outlives it; saves it if need be."""
@@ -205,7 +208,7 @@ class UFormContext(TrainerContext):
             path = together(self.fabric, self._choose)
             if path is None:
                 return False
-            found = checkpoint.read(path)
+            found = format.read(path)
         own = path.parent == self.path
         different, forced = self._compare(path, found.manifest, own)
         if not own and found.state["steps"] > max_epoch * self.steps_per_epoch:
@@ -215,8 +218,8 @@ class UFormContext(TrainerContext):
             )
         parameters = dict(self.unwrapped_model().named_parameters())
         weights = {name: tensor for name, tensor in found.weights.items() if name in parameters}
-        moments, _ = checkpoint.split_optimizers(found.optimizer["optimizers"])
-        guard.check_finite(f"{path} is whole, but cannot be gone on from", {**weights, **moments})
+        moments, _ = format.split_optimizers(found.optimizer["optimizers"])
+        nonfinite.check_finite(f"{path} is whole, but cannot be gone on from", {**weights, **moments})
         self._apply(found, own)
         self.state.path = path if own else None
         self._audit(found, different, forced)
@@ -224,17 +227,17 @@ class UFormContext(TrainerContext):
 
     def _choose(self) -> Path | None:
         """The checkpoint to go on from; those found damaged are set aside."""
-        shelf.sweep(self.path)
-        found = shelf.newest(self.path, self.alert)
+        store.sweep(self.path)
+        found = store.newest(self.path, self.alert)
         return self.begin() if found is None else found[0]
 
     def _compare(self, path: Path, found: Mapping[str, Any], own: bool) -> tuple[dict[str, list[Any]], str | None]:
         """What differs between a checkpoint and this task, and why that is accepted."""
-        different = fit.differences(found, self._fit())
+        different = compatibility.differences(found, self._fit())
         if not different:
             return {}, None
         reason = self.force_resume if own else f"resume_from names it; {self.force_resume}".rstrip("; ")
-        table = fit.side_by_side(different, ("field", "checkpoint", "task"))
+        table = compatibility.side_by_side(different, ("field", "checkpoint", "task"))
         if any(" layout " in name for name in different):
             raise ValueError(
                 f"the tensors of {path} do not fit this task, so it cannot go on from them:\n{table}\nNothing was "
@@ -248,12 +251,12 @@ class UFormContext(TrainerContext):
         self.alert("resumed with differences", f"{path}, because: {reason}\n{table}")
         return different, reason
 
-    def _apply(self, found: checkpoint.Loaded, own: bool) -> None:
+    def _apply(self, found: format.Loaded, own: bool) -> None:
         self.unwrapped_model().load_state_dict(found.weights)
         self.state.optimizer.load_state_dict(found.optimizer)
         self.state.load_state_dict(found.state)
         self.state.trainer.load_state_dict(found.state["trainer"])
-        self.epoch_metrics = checkpoint.metrics_from_json(found.state["metrics"])
+        self.epoch_metrics = format.metrics_from_json(found.state["metrics"])
         self.counters = found.state["counters"]
         if self.scaler is not None and found.state["scaler"] is not None:
             self.scaler.load_state_dict(found.state["scaler"])
@@ -261,15 +264,15 @@ class UFormContext(TrainerContext):
             # Its epochs may have been longer or shorter than ours.
             self.state.epoch = -(-self.steps // self.steps_per_epoch)
 
-    def _audit(self, found: checkpoint.Loaded, different: Mapping[str, Any], reason: str | None) -> None:
-        theirs, ours = found.manifest["versions"], facts.versions()
+    def _audit(self, found: format.Loaded, different: Mapping[str, Any], reason: str | None) -> None:
+        theirs, ours = found.manifest["versions"], provenance.versions()
         names = sorted(theirs.keys() | ours.keys())
         versions = {name: [theirs.get(name), ours.get(name)] for name in names if theirs.get(name) != ours.get(name)}
         if versions:
-            self.alert("other versions", fit.side_by_side(versions, ("package", "checkpoint", "now")))
-        machine = facts.arithmetic_differences(found.manifest, self._arithmetic())
+            self.alert("other versions", compatibility.side_by_side(versions, ("package", "checkpoint", "now")))
+        machine = provenance.arithmetic_differences(found.manifest, self._arithmetic())
         if machine:
-            self.alert("other arithmetic", fit.side_by_side(machine, ("what", "checkpoint", "now")))
+            self.alert("other arithmetic", compatibility.side_by_side(machine, ("what", "checkpoint", "now")))
         entry = {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "source": found.reference,

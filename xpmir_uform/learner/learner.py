@@ -19,26 +19,25 @@ from xpm_torch.metrics import Metrics, ScalarMetric
 from xpm_torch.optim import OptimizationHook
 from xpm_torch.trainers.context import StepTrainingHook, TrainState
 
-from xpmir_uform.data.checks import check_submitted
-from xpmir_uform.data.draws import Purpose, generator
-from xpmir_uform.data.fields import default
-from xpmir_uform.learner import checkpoint, shelf
-from xpmir_uform.learner.alerts import Alerts
+from xpmir_uform.base.configuration import check_submitted, default
+from xpmir_uform.base.keyed_random import Purpose, generator
+from xpmir_uform.checkpoints import format, store
+from xpmir_uform.checkpoints.compatibility import Subject, config_of, fingerprint, settings_of
+from xpmir_uform.checkpoints.config import Checkpoint
 from xpmir_uform.learner.context import UFormContext
-from xpmir_uform.learner.fit import Subject, config_of, fingerprint, settings_of
-from xpmir_uform.learner.foreign import check_warmup
+from xpmir_uform.learner.distributed import Watchdog, any_rank, check_started, limit_waiting, ranks_explained, together
 from xpmir_uform.learner.freezing import expression, freeze
-from xpmir_uform.learner.lock import only_one
-from xpmir_uform.learner.observer import Observer, losses_of
-from xpmir_uform.learner.origin import Checkpoint
-from xpmir_uform.learner.redundant import refuse_redundant
-from xpmir_uform.learner.scaling import Optimizers
-from xpmir_uform.learner.signals import Interruptions
-from xpmir_uform.learner.together import Watchdog, any_rank, check_started, limit_waiting, ranks_explained, together
+from xpmir_uform.learner.job_lock import only_one
+from xpmir_uform.learner.optimizers import Optimizers
+from xpmir_uform.learner.preemption import Interruptions
+from xpmir_uform.learner.redundant_settings import refuse_redundant
+from xpmir_uform.learner.step_recorder import Observer, losses_of
+from xpmir_uform.learner.upstream_settings import check_warmup
 from xpmir_uform.model.precision import compute_in, precision_of
-from xpmir_uform.trainer.modules import seed_generators
+from xpmir_uform.monitoring.alerts import Alerts
+from xpmir_uform.trainer.foreign_modules import seed_generators
+from xpmir_uform.trainer.loader_workers import workers_explained
 from xpmir_uform.trainer.trainer import check_heads, check_widths
-from xpmir_uform.trainer.workers import workers_explained
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +165,7 @@ class UFormLearner(Learner, ResumableTask):
         return "/".join(self.checkpointspath.parent.parts[-2:])
 
     def _loader_of_epoch(self, epoch: int) -> ModuleLoader:
-        path = self.checkpointspath / shelf.name_of(epoch * self.steps_per_epoch)
+        path = self.checkpointspath / store.name_of(epoch * self.steps_per_epoch)
         return self.model.loader_config(path, settings=CheckpointSettings.C(epoch=epoch))
 
     def _kept_epochs(self) -> list[int]:
@@ -362,7 +361,7 @@ class UFormLearner(Learner, ResumableTask):
 
     def _end_epoch(self, fabric) -> TrainState:
         """Logs and saves; doing it again after a resume changes nothing."""
-        metrics = checkpoint.metrics_from_json(checkpoint.metrics_to_json(self.context.epoch_metrics))
+        metrics = format.metrics_from_json(format.metrics_to_json(self.context.epoch_metrics))
         metrics.all_reduce(fabric).report(self.context.steps, self.context.metrics_logger, "train")
         self.context.metrics_logger.flush()
         if self._saves_epoch(self.context.epoch):

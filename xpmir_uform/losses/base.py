@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, fields
 from experimaestro import Config, Param
 from torch import Tensor
 
-from xpmir_uform.data.batch import Batch
-from xpmir_uform.data.fields import default
+from xpmir_uform.base.configuration import default
+from xpmir_uform.data.batch.batch import Batch
+from xpmir_uform.data.decoding.segment import Segment
 from xpmir_uform.data.items import Item
-from xpmir_uform.data.questions import Questions
-from xpmir_uform.data.segments import Segment
+from xpmir_uform.data.targets import Questions
 from xpmir_uform.data.vocabulary import Modality
 
 BACKENDS = ("auto", "reference", "chunked", "triton")

@@ -10,10 +10,10 @@ from experimaestro import Meta
 from torch import Tensor
 from uform_kernels import choice_loss
 
-from xpmir_uform.data.fields import default
+from xpmir_uform.base.configuration import default
+from xpmir_uform.data.decoding.segment import Segment
 from xpmir_uform.data.items import Item
-from xpmir_uform.data.questions import Questions
-from xpmir_uform.data.segments import Segment
+from xpmir_uform.data.targets import Questions
 from xpmir_uform.losses.base import BACKENDS, AdditiveLoss, Answers, LossValue, named_zeros
 
 

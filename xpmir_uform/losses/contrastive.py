@@ -12,8 +12,8 @@ from experimaestro import Meta, Param
 from uform_kernels import Edges, Normalizers, pair_loss, pair_normalizers
 from uform_kernels.checks import check_weight
 
-from xpmir_uform.data.batch import Batch
-from xpmir_uform.data.fields import default
+from xpmir_uform.base.configuration import default
+from xpmir_uform.data.batch.batch import Batch
 from xpmir_uform.losses.base import BACKENDS, Encoded, JointLoss, LossValue, named_zeros
 from xpmir_uform.losses.forms import PairForm, SigmoidForm
 

@@ -11,14 +11,14 @@ import torch
 from experimaestro import Meta, Param
 from torch import Tensor
 from uform_kernels import Edges, maxsim
+from uform_kernels.ops.pair_loss.listed import Cells, form_loss, weighted_mean
 
-from xpmir_uform.data.batch import Batch
-from xpmir_uform.data.fields import default
+from xpmir_uform.base.configuration import default
+from xpmir_uform.data.batch.batch import Batch
+from xpmir_uform.data.decoding.segment import Segment
 from xpmir_uform.data.items import Item
-from xpmir_uform.data.segments import Segment
 from xpmir_uform.data.vocabulary import Side
 from xpmir_uform.losses.base import BACKENDS, Encoded, JointLoss, LossValue, named_zeros
-from xpmir_uform.losses.cells import Cells, form_loss, weighted_mean
 from xpmir_uform.losses.contrastive import Negatives
 from xpmir_uform.losses.forms import PairForm, RankedForm
 

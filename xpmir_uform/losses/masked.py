@@ -10,14 +10,14 @@ from experimaestro import Param
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from xpmir_uform.data.draws import Purpose, generator
-from xpmir_uform.data.fields import default
+from xpmir_uform.base.configuration import default
+from xpmir_uform.base.keyed_random import Purpose, generator
+from xpmir_uform.data.decoding.segment import Segment
 from xpmir_uform.data.items import Item
-from xpmir_uform.data.masking import LONGEST_MEAN, mask_patches, mask_text
-from xpmir_uform.data.questions import Questions
-from xpmir_uform.data.segments import Segment
+from xpmir_uform.data.targets import Questions
 from xpmir_uform.data.vocabulary import Modality
 from xpmir_uform.losses.base import AdditiveLoss, Answers, LossValue, named_zeros
+from xpmir_uform.losses.masking import LONGEST_MEAN, mask_patches, mask_text
 
 NAMES = {modality: modality.name.lower() for modality in Modality}
 PATCHES = [name for modality, name in NAMES.items() if modality != Modality.TEXT]

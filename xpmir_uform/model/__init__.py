@@ -13,7 +13,7 @@ _HOMES = {
     "Packed": "xpmir_uform.model.packing",
     "PatchHead": "xpmir_uform.model.heads",
     "PooledHead": "xpmir_uform.model.heads",
-    "Pooling": "xpmir_uform.model.pooling",
+    "Pooling": "xpmir_uform.model.head_modules",
     "TokenHead": "xpmir_uform.model.heads",
     "UFormEncoder": "xpmir_uform.model.uform",
     "decays": "xpmir_uform.model.uform",

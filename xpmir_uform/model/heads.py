@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from experimaestro import Config, Param
 from torch import nn
 
-from xpmir_uform.data.fields import default
+from xpmir_uform.base.configuration import default
 from xpmir_uform.data.vocabulary import Modality
-from xpmir_uform.model.pooling import Pooling, check_head
-from xpmir_uform.model.tokens import WIDTH_MULTIPLE, TokenProjection
+from xpmir_uform.model.head_modules import WIDTH_MULTIPLE, Pooling, TokenProjection, check_head
 
 BYTE_VALUES = 256
 

@@ -11,7 +11,7 @@ from math import prod, sqrt
 import torch
 from torch import Tensor, nn
 
-from xpmir_uform.data.draws import Purpose, generator, key_of
+from xpmir_uform.base.keyed_random import Purpose, generator, key_of
 
 TRUNCATION = 2.0
 TRUNCATED_DEVIATION = 0.879_625_661_034_239_8

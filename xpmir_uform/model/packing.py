@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xpmir_uform.data.segments import Segment
+from xpmir_uform.data.decoding.segment import Segment
 from xpmir_uform.data.vocabulary import Modality, Slot
 
 

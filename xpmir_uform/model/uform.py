@@ -13,17 +13,16 @@ from experimaestro import Param
 from torch import Tensor
 from xpm_torch import Module, ModuleLoader
 
-from xpmir_uform.data.checks import check_seed
-from xpmir_uform.data.fields import default
-from xpmir_uform.data.shapes import AudioShape, ImageShape, Shape, VideoShape
+from xpmir_uform.base.configuration import check_seed, default
+from xpmir_uform.data.decoding.shapes import AudioShape, ImageShape, Shape, VideoShape
 from xpmir_uform.data.vocabulary import Modality
 from xpmir_uform.model.encoder import Encoder, check_size
 from xpmir_uform.model.exporting import ModelExport
-from xpmir_uform.model.files import check_fit, load_weights, save_weights
 from xpmir_uform.model.heads import ByteHead, PatchHead, PooledHead, TokenHead
-from xpmir_uform.model.inference import Inference
+from xpmir_uform.model.inference.api import Inference
 from xpmir_uform.model.initialisation import initialise
 from xpmir_uform.model.packing import Packed, Reads
+from xpmir_uform.model.weights import check_fit, load_weights, save_weights
 
 
 class Outputs(NamedTuple):

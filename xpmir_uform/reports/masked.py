@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from xpmir_uform.data import draws
-from xpmir_uform.data.datasets.emoji import EmojiCollection
+from xpmir_uform.base import keyed_random
 from xpmir_uform.data.items import Item
+from xpmir_uform.datasets.emoji import EmojiCollection
 from xpmir_uform.evaluation.retrieval import RetrievalEvaluation
 from xpmir_uform.learner.learner import UFormLearner
 from xpmir_uform.losses.masked import MaskedLoss
@@ -94,7 +94,7 @@ def verdict(gains: np.ndarray) -> str:
 def shown_items(collection: EmojiCollection) -> list[Item]:
     """Keyed pictures and names of held-out emoji, in each language in turn."""
     emoji = collection.test()
-    chosen = [emoji[number] for number in draws.permutation(0, draws.Purpose.SPLIT, 2, len(emoji))]
+    chosen = [emoji[number] for number in keyed_random.permutation(0, keyed_random.Purpose.SPLIT, 2, len(emoji))]
     languages = collection.languages
     names = [one.name(languages[number % len(languages)]) for number, one in enumerate(chosen[:TEXTS])]
     return [*(one.image() for one in chosen[:PICTURES]), *names]

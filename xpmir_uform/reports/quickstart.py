@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from xpmir_uform.data import draws
-from xpmir_uform.data.datasets.emoji import EmojiCollection
+from xpmir_uform.base import keyed_random
+from xpmir_uform.datasets.emoji import EmojiCollection
 from xpmir_uform.evaluation.retrieval import RetrievalEvaluation
 from xpmir_uform.learner.learner import UFormLearner
 from xpmir_uform.reports.curves import plot_curve, read_scalars
@@ -57,7 +57,7 @@ def examples(collection: EmojiCollection, nearest: list[list[int]]) -> list[Foun
     pictures: dict[str, set[bytes]] = {}
     for one in emoji:
         pictures.setdefault(one.names[language], set()).add(one.picture)
-    chosen = np.sort(draws.permutation(0, draws.Purpose.SPLIT, 1, len(emoji))[:EXAMPLES]).tolist()
+    chosen = np.sort(keyed_random.permutation(0, keyed_random.Purpose.SPLIT, 1, len(emoji))[:EXAMPLES]).tolist()
     return [
         Found(
             emoji[query].names[language],

@@ -18,15 +18,15 @@ from jinja2 import Environment, StrictUndefined
 from matplotlib.figure import Figure, SubFigure
 from PIL import Image
 
-from xpmir_uform.data.decoding import decode
 from xpmir_uform.data.decoding.image import MIDDLE
+from xpmir_uform.data.decoding.registry import decode
+from xpmir_uform.data.decoding.segment import Segment
 from xpmir_uform.data.items import Item
-from xpmir_uform.data.masking import deviation
-from xpmir_uform.data.segments import Segment
 from xpmir_uform.data.vocabulary import Modality, Slot
 from xpmir_uform.losses.masked import MaskedLoss
+from xpmir_uform.losses.masking import deviation
 from xpmir_uform.model import UFormEncoder, pack
-from xpmir_uform.model.encoding import evaluating
+from xpmir_uform.model.inference.batches import evaluating
 from xpmir_uform.model.uform import Outputs
 
 HIDDEN = "\N{MEDIUM SHADE}"

@@ -8,20 +8,20 @@ from itertools import accumulate, pairwise
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from xpmir_uform.base.keyed_random import WORD
+from xpmir_uform.batching.bag_sizes import BagSize
 from xpmir_uform.batching.balance import balance
-from xpmir_uform.batching.sizes import BagSize
-from xpmir_uform.data.augmentation import Augmentation
-from xpmir_uform.data.batch import Batch
-from xpmir_uform.data.decoding import Shapes, decode
-from xpmir_uform.data.draws import WORD
+from xpmir_uform.data.batch.batch import Batch
+from xpmir_uform.data.decoding.augmentation import Augmentation
+from xpmir_uform.data.decoding.registry import Shapes, decode
+from xpmir_uform.data.decoding.segment import Segment
 from xpmir_uform.data.items import Bag, Item, count_items
-from xpmir_uform.data.questions import Questions
-from xpmir_uform.data.salvage import salvage
 from xpmir_uform.data.sampling import BagSampler
-from xpmir_uform.data.segments import Segment
+from xpmir_uform.data.targets import Questions
+from xpmir_uform.data.unreadable_bags import salvage
 from xpmir_uform.losses.base import BatchLoss
-from xpmir_uform.model.encoding import most_tokens
-from xpmir_uform.trainer.workers import begin_worker, received
+from xpmir_uform.model.inference.batches import most_tokens
+from xpmir_uform.trainer.loader_workers import begin_worker, received
 
 
 @dataclass(frozen=True, slots=True)

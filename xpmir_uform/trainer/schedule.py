@@ -7,8 +7,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from xpm_torch.schedulers import Scheduler
 
-from xpmir_uform.data.checks import check_least
-from xpmir_uform.data.fields import default
+from xpmir_uform.base.configuration import check_least, default
 
 
 def cosine_rate(step: int, *, warmup: int, steps: int, peak: float, floor: float) -> float:

@@ -15,29 +15,28 @@ from xpm_torch.metrics import ScalarMetric
 from xpm_torch.trainers import LossTrainer
 from xpm_torch.trainers.context import TrainerContext
 
+from xpmir_uform.base.configuration import check_least, default
+from xpmir_uform.base.keyed_random import Purpose, generator
+from xpmir_uform.batching.bag_sizes import BagSize
 from xpmir_uform.batching.batcher import UFormBatcher, UFormBatcherWorker
-from xpmir_uform.batching.sizes import BagSize
-from xpmir_uform.data.augmentation import Augmentation
-from xpmir_uform.data.checks import check_least
-from xpmir_uform.data.draws import Purpose, generator
-from xpmir_uform.data.fields import default
-from xpmir_uform.data.refusals import check_choice_counts
+from xpmir_uform.data.batch.validation import check_choice_counts
+from xpmir_uform.data.decoding.augmentation import Augmentation
+from xpmir_uform.data.decoding.segment import blank_text
 from xpmir_uform.data.sampling import check_size, known_size
-from xpmir_uform.data.segments import blank_text
 from xpmir_uform.losses.base import Answers, BatchLoss, LossValue
 from xpmir_uform.model import pack
-from xpmir_uform.trainer.loader import LoadedStep, StepDataset, iterate_steps
-from xpmir_uform.trainer.modules import (
+from xpmir_uform.trainer.foreign_modules import (
     buffers_of,
     leave_buffers_alone,
     refuse_batch_statistics,
     refuse_changed_buffers,
     seeded,
 )
-from xpmir_uform.trainer.ranks import Ranks
-from xpmir_uform.trainer.step import Engine, Microbatch, Share, exact_step
-from xpmir_uform.trainer.temperature import TemperatureClamp
-from xpmir_uform.trainer.watch import Watch
+from xpmir_uform.trainer.hooks import TemperatureClamp
+from xpmir_uform.trainer.loader import LoadedStep, StepDataset, iterate_steps
+from xpmir_uform.trainer.step.collectives import Ranks
+from xpmir_uform.trainer.step.exact import Engine, Microbatch, Share, exact_step
+from xpmir_uform.trainer.step.timing import Watch
 
 logger = logging.getLogger(__name__)
 

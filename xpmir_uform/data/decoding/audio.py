@@ -13,9 +13,9 @@ from av import AudioFrame, AudioResampler
 
 from xpmir_uform.data.decoding.chains import parts_of
 from xpmir_uform.data.decoding.media import declared_seconds, frames, reading, refusing
+from xpmir_uform.data.decoding.segment import Segment
+from xpmir_uform.data.decoding.shapes import AudioShape
 from xpmir_uform.data.items import Item
-from xpmir_uform.data.segments import Segment
-from xpmir_uform.data.shapes import AudioShape
 from xpmir_uform.data.vocabulary import Modality
 
 RATE_LIMIT = 1_000_000

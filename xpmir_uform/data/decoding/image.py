@@ -13,10 +13,10 @@ from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
 
 from xpmir_uform.data.decoding.pixels import flatten
 from xpmir_uform.data.decoding.png import with_exact_transparency, without_texts
+from xpmir_uform.data.decoding.segment import Segment
+from xpmir_uform.data.decoding.shapes import ImageShape, PictureShape
 from xpmir_uform.data.decoding.unreadable import UnreadableItem, out_of_memory
 from xpmir_uform.data.items import Item
-from xpmir_uform.data.segments import Segment
-from xpmir_uform.data.shapes import ImageShape, PictureShape
 from xpmir_uform.data.vocabulary import Modality
 
 PIXEL_LIMIT = 1 << 26

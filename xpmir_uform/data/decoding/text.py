@@ -5,9 +5,9 @@ T tokens.
 
 import numpy as np
 
+from xpmir_uform.data.decoding.segment import Segment
 from xpmir_uform.data.decoding.unreadable import UnreadableItem
 from xpmir_uform.data.items import Item
-from xpmir_uform.data.segments import Segment
 from xpmir_uform.data.vocabulary import Modality, Slot
 
 

@@ -13,9 +13,9 @@ from xpmir_uform.data.decoding.chains import parts_of
 from xpmir_uform.data.decoding.image import MIDDLE, as_patches, whole_patches
 from xpmir_uform.data.decoding.media import frames, reading, refusing
 from xpmir_uform.data.decoding.pixels import flatten
+from xpmir_uform.data.decoding.segment import Segment
+from xpmir_uform.data.decoding.shapes import VideoShape
 from xpmir_uform.data.items import Item
-from xpmir_uform.data.segments import Segment
-from xpmir_uform.data.shapes import VideoShape
 from xpmir_uform.data.vocabulary import Modality
 
 QUARTER_TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}

@@ -1,0 +1,1 @@
+"""The operations: one folder each, with a reference, a chunked and a Triton implementation."""

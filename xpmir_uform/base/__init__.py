@@ -1,0 +1,1 @@
+"""What every layer stands on: configuration, keyed random numbers, files, devices."""

@@ -1,0 +1,1 @@
+"""A batch: all the bags of one step, as arrays."""

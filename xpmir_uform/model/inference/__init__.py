@@ -1,0 +1,1 @@
+"""Inference: embeddings, token vectors, scores and choices of a trained model."""

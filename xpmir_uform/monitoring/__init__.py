@@ -1,0 +1,1 @@
+"""Monitoring: telemetry, alerts and TensorBoard."""
