@@ -64,16 +64,16 @@ bench: $(VENV)/dev
 	$(BIN)/python benchmarks/inputs.py
 
 invariance: $(VENV)/dev
-	$(BIN)/python benchmarks/invariance.py
+	$(BIN)/python tests/harness/invariance.py
 
 faults: $(VENV)/dev
-	$(BIN)/python benchmarks/faults
+	$(BIN)/python tests/harness/faults
 
 mutants: $(VENV)/dev
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/mutants
+	OMP_NUM_THREADS=1 $(BIN)/python tests/harness/mutants
 
 kernels-compile: $(VENV)/dev
-	$(BIN)/python benchmarks/compile_kernels.py
+	$(BIN)/python tests/harness/compile_kernels.py
 
 docs: $(VENV)/dev
 	$(BIN)/mkdocs build --strict

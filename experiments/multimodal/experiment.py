@@ -6,6 +6,7 @@ experimaestro run-experiment --workdir runs/workspace experiments/multimodal/ful
 from itertools import permutations
 
 from experimaestro.experiments import configuration
+from report import MultimodalRun, report
 
 from xpmir_uform import (
     AudioShape,
@@ -28,7 +29,6 @@ from xpmir_uform.recipes import (
     form_of,
     uform_experiment,
 )
-from xpmir_uform.reports.multimodal import MultimodalRun, report
 
 MODALITIES = ("text", "image", "video", "audio")
 DIRECTIONS = tuple(permutations(MODALITIES, 2))

@@ -4,6 +4,7 @@ experimaestro run-experiment --workdir runs/workspace experiments/quickstart/ful
 """
 
 from experimaestro.experiments import configuration
+from report import QuickstartRun, report
 
 from xpmir_uform import (
     Augmentation,
@@ -23,7 +24,6 @@ from xpmir_uform.recipes import (
     form_of,
     uform_experiment,
 )
-from xpmir_uform.reports.quickstart import QuickstartRun, report
 
 DIRECTIONS = ("text-text", "text-image", "image-text")
 

@@ -8,6 +8,7 @@ documents that its token vectors rerank.
 """
 
 from experimaestro.experiments import configuration
+from report import LATE, POOLED, RERANKED, RerankerRun, report
 
 from xpmir_uform import (
     ContrastiveLoss,
@@ -33,7 +34,6 @@ from xpmir_uform.recipes import (
     form_of,
     uform_experiment,
 )
-from xpmir_uform.reports.reranker import LATE, POOLED, RERANKED, RerankerRun, report
 
 
 @configuration

@@ -15,6 +15,7 @@ from experimaestro import Config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from xpm_torch.optim import DuplicateParameterFilter, ParameterOptimizer
 
+from xpmir_uform.base.devices import device_count
 from xpmir_uform.batching.bag_sizes import BagSize
 from xpmir_uform.batching.batcher import UFormBatcher
 from xpmir_uform.batching.cost import CostModel, fit
@@ -64,7 +65,7 @@ def footprint(learner: Any, bag: Sequence[int] | None = None) -> Footprint:
         model = built(learner.model, precision)
         cost = cost_of(model, longest, precision)
         optimizer = state_bytes(learner.optimizers, model)
-    bags = ceil(learner.trainer.batch_size / (devices(learner.fabric_config) * learner.fabric_config.num_nodes))
+    bags = ceil(learner.trainer.batch_size / (device_count(learner.fabric_config) * learner.fabric_config.num_nodes))
     parameters = list(model.parameters())
     return Footprint(
         weights=sum(parameter.nbytes for parameter in parameters),
@@ -154,13 +155,6 @@ def heaviest(count: int, bag: Sequence[int], batcher: Any, cost: CostModel) -> f
     return max(cost.predict([length for number in part for length in bags[number].lengths]) for part in parts)
 
 
-def devices(fabric: Any) -> int:
-    """Devices of each node; ``auto`` is one."""
-    if fabric.devices.isdigit():
-        return int(fabric.devices)
-    return max(1, len([part for part in fabric.devices.split(",") if part.strip().isdigit()]))
-
-
 def predict_memory(learner: Any, bag: Sequence[int] | None = None) -> int:
     """Bytes that a run takes on each device: weights, gradients, optimizer state and activations.
 
@@ -186,7 +180,7 @@ def requirements_for(learner: Any, duration: str = "1h", bag: Sequence[int] | No
     needed = sum(parts[:3]) + parts.activations / fraction + PROCESS_BYTES
     accelerator = learner.fabric_config.accelerator
     kind = accelerator if accelerator in ("cpu", "mps", "gpu") else "cuda"
-    count = devices(learner.fabric_config)
+    count = device_count(learner.fabric_config)
     if kind == "cpu":
         return f"duration={duration} & cpu(mem={ceil(count * needed / 1e9)}G)"
     return f"duration={duration} & {kind}(mem={ceil(needed / 1e9)}G)" + (f" * {count}" if count > 1 else "")

@@ -96,7 +96,7 @@ def pack(
     """The numbers of the bags of each microbatch, ascending; as few microbatches as first-fit decreasing needs.
 
     Args:
-        limits: hard limits of the columns of :class:`~xpmir_uform.batching.bag_sizes.Sizes`; ``longest`` is of each item.
+        limits: hard limits of the columns of :class:`~xpmir_uform.batching.bag_sizes.Sizes`; ``longest`` is of an item.
         model: what a microbatch costs.
         budget: what it may cost; a bag that alone costs more comes alone.
 

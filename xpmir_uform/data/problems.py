@@ -98,7 +98,7 @@ def described(query: Item, longest: int = 80) -> str:
 
 
 def hash_items(items: Sequence[Item]) -> np.ndarray:
-    """(N, 2) int64, equal where two items are the same thing; see :func:`~xpmir_uform.data.batch.duplicates.hash_things`."""
+    """(N, 2) int64, equal where items are the same; see :func:`~xpmir_uform.data.batch.duplicates.hash_things`."""
     return hash_things((item.modality for item in items), (item.content for item in items))
 
 

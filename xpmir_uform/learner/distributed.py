@@ -17,7 +17,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from xpmir_uform.batching.footprint import devices
+from xpmir_uform.base.devices import device_count
 
 T = TypeVar("T")
 
@@ -136,7 +136,7 @@ def check_started(fabric: Any, config: Any) -> None:
         ValueError: another number of processes runs.
     """
     words = [word.strip() for word in config.devices.split(",") if word.strip()]
-    expected = devices(config) * config.num_nodes
+    expected = device_count(config) * config.num_nodes
     if all(word.isdigit() for word in words) and fabric.world_size != expected:
         raise ValueError(
             f"processes that were started are {fabric.world_size}, expected {expected} (devices {config.devices!r}, "

@@ -164,8 +164,8 @@ class Observer:
             nonfinite.describe_batch(self.job, step, batch.batch.keys, losses, self.counts)
         raise RuntimeError(
             f"steps {step - self.counts.row + 1} to {step} were skipped, {self.counts.row} in a row: loss or gradient "
-            f"were not finite. No weight was changed by them. {nonfinite.BAD_BATCH} in {self.job} names the items of the "
-            "last one: look at these, lower the learning rate, or raise max_skipped, and run the task again"
+            f"were not finite. No weight was changed by them. {nonfinite.BAD_BATCH} in {self.job} names the items of "
+            "the last one: look at these, lower the learning rate, or raise max_skipped, and run the task again"
         )
 
     def _check_alerts(self, begun: list[Finding]) -> None:

@@ -6,8 +6,9 @@ graph of one microbatch, and a rank holds its own items. So:
 1. the normalisers of the losses are counted, before any forward pass, and summed over the ranks;
 2. embeddings and token vectors are made without graph, microbatch by microbatch; the last one keeps its graph, so that
    a batch of one microbatch is run once;
-3. embeddings are gathered, and token vectors scored (see :mod:`~xpmir_uform.trainer.step.token_exchange`); each rank computes
-   the loss rows of its own items against all columns; the gradients return to the owners of the items by one sum;
+3. embeddings are gathered, and token vectors scored (see :mod:`~xpmir_uform.trainer.step.token_exchange`); each rank
+   computes the loss rows of its own items against all columns; the gradients return to the owners of the items by one
+   sum;
 4. each microbatch runs again to carry its gradients to the parameters, and the additive losses join there; then the
    parameters' gradients are summed over the ranks.
 

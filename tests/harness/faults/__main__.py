@@ -1,6 +1,6 @@
 """Faults of every kind are injected into a small training; what is lost after running it again is counted.
 
-    python benchmarks/faults [--quick] [GROUP ...]
+    python tests/harness/faults [--quick] [GROUP ...]
 
 Prints a table in Markdown, and fails if anything was lost. About a quarter of an hour on two quiet cores (``--quick``:
 a minute or two).

@@ -1,6 +1,6 @@
 """Compiles every Triton kernel with its real block sizes for NVIDIA and AMD targets; no GPU is needed.
 
-    python benchmarks/compile_kernels.py [--ops maxsim choice_loss] [--targets sm_90 gfx942] [--jobs 2]
+    python tests/harness/compile_kernels.py [--ops maxsim choice_loss] [--targets sm_90 gfx942] [--jobs 2]
 
 Prints registers, shared memory and spills of each, and fails on a spill or on more shared memory than a target has.
 Takes some minutes on two cores. Triton must not interpret: unset TRITON_INTERPRET.

@@ -1,6 +1,6 @@
 """Makes one mistake after another in a copy of the sources, and runs the tests that must notice it.
 
-    python benchmarks/mutants [words of a mutant's layer or mistake]
+    python tests/harness/mutants [words of a mutant's layer or mistake]
 
 First without any mistake, for tests that fail anyhow notice nothing. Writes nothing into the repository. Ends with
 status 1 if a mutant survives.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mutants import MUTANTS, Mutant
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 COPIED = ("xpmir_uform", "kernels", "tests", "benchmarks", "experiments", "docs", "pyproject.toml", "README.md")
 
 

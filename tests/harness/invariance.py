@@ -1,6 +1,6 @@
 """One identifier, one result: what an identifier leaves out is varied, and the weights are compared.
 
-    python benchmarks/invariance.py [--quick]
+    python tests/harness/invariance.py [--quick]
 
 One small configuration of texts and pictures, 20 steps. Prints a row for each thing varied and fails if one misses its
 bound. On two cores it takes about two minutes (``--quick``: one, the rows that run without several processes).

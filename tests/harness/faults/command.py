@@ -60,7 +60,7 @@ def table(found: dict[str, list[Row]]) -> str:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(prog="python benchmarks/faults", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python tests/harness/faults", description=__doc__)
     parser.add_argument("groups", nargs="*", choices=[*GROUPS, []], help="all, if none is named")
     parser.add_argument("--quick", action="store_true", help="a spread of each group")
     parser.add_argument("--keep", type=Path, help="a folder to work in, which is kept")
