@@ -27,8 +27,6 @@ from xpmir_uform import (
     Augmentation,
     BagSampler,
     ContrastiveLoss,
-    EmojiBags,
-    EmojiCollection,
     ImageShape,
     Item,
     Modality,
@@ -39,6 +37,7 @@ from xpmir_uform import (
 )
 from xpmir_uform.data.decoding.registry import decode
 from xpmir_uform.data.decoding.segment import Segment, blank_text
+from xpmir_uform.datasets import EmojiBags, EmojiCollection
 from xpmir_uform.losses.base import Answers
 from xpmir_uform.model import pack
 from xpmir_uform.reports.tables import table

@@ -21,7 +21,8 @@ import torch
 from experimaestro import taskglobals
 from experimaestro.xpmutils import DirectoryContext
 
-from xpmir_uform import Augmentation, ContrastiveLoss, EmojiBags, EmojiCollection, RankedForm
+from xpmir_uform import Augmentation, ContrastiveLoss, RankedForm
+from xpmir_uform.datasets import EmojiBags, EmojiCollection
 from xpmir_uform.learner import nonfinite
 from xpmir_uform.learner.step_recorder import Observer
 from xpmir_uform.monitoring.telemetry import read_telemetry

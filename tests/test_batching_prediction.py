@@ -11,8 +11,6 @@ from xpmir_uform import (
     BagSampler,
     ContrastiveLoss,
     CosineSchedule,
-    EmojiBags,
-    EmojiCollection,
     ImageShape,
     PooledHead,
     UFormEncoder,
@@ -25,6 +23,7 @@ from xpmir_uform.batching.footprint import Footprint, footprint, predict_memory,
 from xpmir_uform.batching.memory_probe import saved_bytes
 from xpmir_uform.batching.shape import BatchShape
 from xpmir_uform.data.decoding.segment import blank_text
+from xpmir_uform.datasets import EmojiBags, EmojiCollection
 from xpmir_uform.model.packing import pack
 from xpmir_uform.model.precision import PRECISIONS, compute_in
 

@@ -8,20 +8,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from xpmir_uform import (
-    BagSampler,
-    Batch,
-    ContrastiveLoss,
-    EmojiCollection,
-    EmojiPairs,
-    PackagePairs,
-    PairBags,
-    PairRetrieval,
-    Side,
-    UFormTrainer,
-)
+from xpmir_uform import BagSampler, Batch, ContrastiveLoss, Side, UFormTrainer
 from xpmir_uform.base.configuration import validate
-from xpmir_uform.datasets import packages
+from xpmir_uform.datasets import EmojiCollection, EmojiPairs, PackagePairs, PairBags, PairRetrieval, packages
 from xpmir_uform.datasets.packages import CannotFetch, cut, fetch, programs, tags, unwrapped
 
 PACKAGES = """Package: zeta

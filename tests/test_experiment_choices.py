@@ -22,20 +22,22 @@ from xpmir_uform import (
     ByteHead,
     ChoiceSet,
     ChoicesEvaluation,
-    EmojiCollection,
-    EmojiPairs,
     Item,
-    Judgements,
-    LanguageBags,
-    LanguageChoices,
-    RelevanceBags,
-    RelevanceChoices,
     RelevanceScoring,
     TokenHead,
     UFormEncoder,
     load_model,
 )
 from xpmir_uform.base.configuration import default, validate
+from xpmir_uform.datasets import (
+    EmojiCollection,
+    EmojiPairs,
+    Judgements,
+    LanguageBags,
+    LanguageChoices,
+    RelevanceBags,
+    RelevanceChoices,
+)
 from xpmir_uform.datasets.pairs import Pair
 from xpmir_uform.datasets.relevance import wrong_documents
 from xpmir_uform.evaluation.choices import accuracy, brier, calibration_error, majority, reliability, results

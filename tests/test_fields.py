@@ -35,25 +35,15 @@ from xpmir_uform import (
     ChoicesLoss,
     ContrastiveLoss,
     CosineSchedule,
-    EmojiBags,
-    EmojiCollection,
-    EmojiPairs,
-    EmojiRetrieval,
     ImageShape,
     Item,
-    LanguageBags,
-    LanguageChoices,
     LateInteractionLoss,
     LexicalEvaluation,
     MaskedLoss,
     Modality,
     Negatives,
-    PackagePairs,
-    PairBags,
-    PairRetrieval,
     PatchHead,
     PooledHead,
-    RelevanceChoices,
     Reranker,
     Retrieval,
     RetrievalEvaluation,
@@ -72,6 +62,18 @@ from xpmir_uform import (
 from xpmir_uform.data.decoding.registry import decode
 from xpmir_uform.data.decoding.unreadable import UnreadableItem
 from xpmir_uform.data.targets import Questions
+from xpmir_uform.datasets import (
+    EmojiBags,
+    EmojiCollection,
+    EmojiPairs,
+    EmojiRetrieval,
+    LanguageBags,
+    LanguageChoices,
+    PackagePairs,
+    PairBags,
+    PairRetrieval,
+    RelevanceChoices,
+)
 from xpmir_uform.evaluation.search import Order
 from xpmir_uform.losses.base import Answers, Encoded
 from xpmir_uform.model import pack

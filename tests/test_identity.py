@@ -22,18 +22,10 @@ from xpmir_uform import (
     ChoicesLoss,
     ContrastiveLoss,
     CosineSchedule,
-    EmojiBags,
-    EmojiCollection,
-    EmojiPairs,
-    EmojiRetrieval,
     ImageShape,
-    LanguageChoices,
     LateInteractionLoss,
     LexicalEvaluation,
     MaskedLoss,
-    MultimodalBags,
-    MultimodalEmoji,
-    MultimodalRetrieval,
     Negatives,
     PatchHead,
     PooledHead,
@@ -52,6 +44,16 @@ from xpmir_uform import (
     adamw,
 )
 from xpmir_uform.base.configuration import validate
+from xpmir_uform.datasets import (
+    EmojiBags,
+    EmojiCollection,
+    EmojiPairs,
+    EmojiRetrieval,
+    LanguageChoices,
+    MultimodalBags,
+    MultimodalEmoji,
+    MultimodalRetrieval,
+)
 from xpmir_uform.learner.redundant_settings import FP32_PRECISION
 
 FROZEN = Path(__file__).parent / "assets" / "identifiers.json"

@@ -20,9 +20,10 @@ from forks import fork
 from safetensors.numpy import save_file
 
 import xpmir_uform
-from xpmir_uform import EmojiCollection, EmojiPairs, EmojiRetrieval, Judgements, LexicalEvaluation, UFormEncoder
+from xpmir_uform import LexicalEvaluation, UFormEncoder
 from xpmir_uform.base import configuration
 from xpmir_uform.base.configuration import refuse_unnamed, validate
+from xpmir_uform.datasets import EmojiCollection, EmojiPairs, EmojiRetrieval, Judgements
 
 ROOT = Path(__file__).parents[1]
 FROZEN = Path(__file__).parent / "assets" / "constants.json"
@@ -38,7 +39,6 @@ DECIDE = [
 SIZES = "how much is computed at once: rounding alone"
 REMAIN = {
     "xpmir_uform.base.checked_files": "how files are read",
-    "xpmir_uform.model._HOMES": "where names are imported from",
     "xpmir_uform.model.weights": "how files are read and written",
     "xpmir_uform.model.inference.batches": SIZES,
     "xpmir_uform.model.inference.scoring.CELLS": SIZES,

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 import xpmir_uform
+from xpmir_uform import datasets, model
 
 ROOT = Path(__file__).parents[1]
-PLAIN = ["attention", "encoder", "packing", "pooling", "rotary"]
+PLAIN = ["attention", "encoder", "head_modules", "packing", "rotary"]
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +27,10 @@ def wheel(tmp_path_factory):
 
 
 def test_the_wheel_holds_both_packages_and_nothing_else(wheel):
-    tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"xpmir_uform", "uform_kernels"}
+    assert {"xpmir_uform/py.typed", "xpmir_uform/__init__.pyi", "uform_kernels/py.typed"} <= set(names)
 
 
 def test_the_wheel_works_from_another_folder(wheel, tmp_path):
@@ -36,11 +39,13 @@ def test_the_wheel_works_from_another_folder(wheel, tmp_path):
         "assert importlib.util.find_spec('kernels') is None;"
         "print(uform_kernels.__file__, xpmir_uform.Item.text('a'))"
     )
-    environment = {"PYTHONPATH": str(wheel), "PATH": "/usr/bin"}
+    installed = tmp_path / "installed"
+    zipfile.ZipFile(wheel).extractall(installed)
+    environment = {"PYTHONPATH": str(installed), "PATH": "/usr/bin"}
     done = subprocess.run(
         [sys.executable, "-P", "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
-    assert str(wheel) in done.stdout
+    assert str(installed) in done.stdout
 
 
 def test_kernels_is_not_importable_here():
@@ -48,12 +53,20 @@ def test_kernels_is_not_importable_here():
     assert spec is None or str(ROOT) not in str(spec.submodule_search_locations)
 
 
-def test_every_public_name_can_be_imported():
-    assert len(xpmir_uform.__all__) > 20
-    for name in xpmir_uform.__all__:
-        assert getattr(xpmir_uform, name).__name__ == name
-    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        xpmir_uform.nothing  # noqa: B018
+@pytest.mark.parametrize("package", [xpmir_uform, datasets, model])
+def test_every_public_name_can_be_imported(package):
+    assert len(package.__all__) > 8
+    for name in package.__all__:
+        assert getattr(package, name).__name__ == name
+    with pytest.raises(AttributeError, match="nothing"):
+        package.nothing  # noqa: B018
+
+
+def test_what_users_subclass_is_public():
+    """And what only the demonstrations use is not at the top."""
+    bases = "AdditiveLoss BagSource BatchLoss ChoiceSet JointLoss PairForm Ranker RetrievalSet UFormExperiment".split()
+    assert set(bases) <= set(xpmir_uform.__all__)
+    assert not set(xpmir_uform.__all__) & set(datasets.__all__)
 
 
 @pytest.mark.parametrize("module", [*(f"xpmir_uform.model.{name}" for name in PLAIN), "uform_kernels"])

@@ -11,19 +11,14 @@ from experimaestro import stop_tags
 from experimaestro.experiments import configuration
 from report import LANGUAGE, STUDENT, ChoicesRun, report
 
-from xpmir_uform import (
-    BatchShape,
-    ByteHead,
-    ChoicesEvaluation,
-    ChoicesLoss,
+from xpmir_uform import BatchShape, ByteHead, ChoicesEvaluation, ChoicesLoss, RelevanceScoring, save_model
+from xpmir_uform.datasets import (
     EmojiCollection,
     LanguageBags,
     LanguageChoices,
     PairBags,
     RelevanceBags,
     RelevanceChoices,
-    RelevanceScoring,
-    save_model,
 )
 from xpmir_uform.datasets.languages import LETTERS
 from xpmir_uform.datasets.pairs import PairCollection

@@ -16,9 +16,6 @@ from xpmir_uform import (
     Augmentation,
     ByteHead,
     ContrastiveLoss,
-    EmojiBags,
-    EmojiCollection,
-    EmojiRetrieval,
     MaskedLoss,
     PatchHead,
     RetrievalEvaluation,
@@ -26,6 +23,7 @@ from xpmir_uform import (
     load_model,
     save_model,
 )
+from xpmir_uform.datasets import EmojiBags, EmojiCollection, EmojiRetrieval
 from xpmir_uform.recipes import (
     ExperimentSettings,
     ModelSettings,
@@ -91,8 +89,8 @@ def run(helper: UFormExperiment, settings: Masked):
             {seed: one.after for seed, one in runs.items()},
             first.masked,
             load_model(results / "pretrained"),
-            settings.mask.loss().instance(),
-            collection.instance(),
+            cast(Any, settings.mask.loss()).instance(),
+            cast(Any, collection).instance(),
             results,
         )
     )

@@ -12,15 +12,12 @@ from xpmir_uform import (
     AudioShape,
     Augmentation,
     ContrastiveLoss,
-    EmojiCollection,
-    MultimodalBags,
-    MultimodalEmoji,
-    MultimodalRetrieval,
     Negatives,
     RetrievalEvaluation,
     VideoShape,
     save_model,
 )
+from xpmir_uform.datasets import EmojiCollection, MultimodalBags, MultimodalEmoji, MultimodalRetrieval
 from xpmir_uform.recipes import (
     ExperimentSettings,
     ModelSettings,

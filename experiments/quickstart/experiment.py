@@ -3,19 +3,13 @@
 experimaestro run-experiment --workdir runs/workspace experiments/quickstart/full.yaml
 """
 
+from typing import Any, cast
+
 from experimaestro.experiments import configuration
 from report import QuickstartRun, report
 
-from xpmir_uform import (
-    Augmentation,
-    ContrastiveLoss,
-    EmojiBags,
-    EmojiCollection,
-    EmojiRetrieval,
-    RetrievalEvaluation,
-    RetrievalValidation,
-    save_model,
-)
+from xpmir_uform import Augmentation, ContrastiveLoss, RetrievalEvaluation, RetrievalValidation, save_model
+from xpmir_uform.datasets import EmojiBags, EmojiCollection, EmojiRetrieval
 from xpmir_uform.recipes import (
     ExperimentSettings,
     ModelSettings,
@@ -64,4 +58,4 @@ def run(helper: UFormExperiment, settings: Quickstart):
     helper.wait()
     results = helper.xp.resultspath
     save_model(trained.learned_model, results / "model")
-    report(QuickstartRun(learner, before, after, collection.instance(), results))
+    report(QuickstartRun(learner, before, after, cast(Any, collection).instance(), results))

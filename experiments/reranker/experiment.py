@@ -13,14 +13,13 @@ from report import LATE, POOLED, RERANKED, RerankerRun, report
 from xpmir_uform import (
     ContrastiveLoss,
     LexicalEvaluation,
-    PairBags,
-    PairRetrieval,
     PooledRanker,
     Reranker,
     RetrievalEvaluation,
     TokenRanker,
     save_model,
 )
+from xpmir_uform.datasets import PairBags, PairRetrieval
 from xpmir_uform.evaluation.rankers import Ranker
 from xpmir_uform.losses.base import BatchLoss
 from xpmir_uform.recipes import (

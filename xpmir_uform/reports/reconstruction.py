@@ -76,6 +76,7 @@ def reconstruct(model: UFormEncoder, loss: MaskedLoss, item: Item, seed: int = 0
         outputs = model(pack([asked]).to(model.device))
     if item.modality == Modality.TEXT:
         return of_text(whole, asked, outputs)
+    assert model.image is not None
     return of_picture(whole, asked, outputs, model.image.channels)
 
 

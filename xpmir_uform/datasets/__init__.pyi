@@ -1,0 +1,15 @@
+from .emoji import EmojiBags as EmojiBags
+from .emoji import EmojiCollection as EmojiCollection
+from .emoji import EmojiRetrieval as EmojiRetrieval
+from .languages import LanguageBags as LanguageBags
+from .languages import LanguageChoices as LanguageChoices
+from .multimodal import MultimodalBags as MultimodalBags
+from .multimodal import MultimodalEmoji as MultimodalEmoji
+from .multimodal import MultimodalRetrieval as MultimodalRetrieval
+from .packages import PackagePairs as PackagePairs
+from .pairs import EmojiPairs as EmojiPairs
+from .pairs import PairBags as PairBags
+from .pairs import PairRetrieval as PairRetrieval
+from .relevance import Judgements as Judgements
+from .relevance import RelevanceBags as RelevanceBags
+from .relevance import RelevanceChoices as RelevanceChoices

@@ -1,0 +1,10 @@
+from .head_modules import Pooling as Pooling
+from .heads import ByteHead as ByteHead
+from .heads import PatchHead as PatchHead
+from .heads import PooledHead as PooledHead
+from .heads import TokenHead as TokenHead
+from .packing import Packed as Packed
+from .packing import pack as pack
+from .uform import Outputs as Outputs
+from .uform import UFormEncoder as UFormEncoder
+from .uform import decays as decays
