@@ -54,7 +54,7 @@ def main() -> int:
 def faults_of(op: str) -> list[str]:
     """What the op's checks find wrong; a kernel that does not run is wrong."""
     try:
-        importlib.import_module(f"uform_kernels.{op}.kernel")
+        importlib.import_module(f"uform_kernels.ops.{op}.kernel")
         return [fault for fault in CHECKS[op]() if fault]
     except Exception as error:  # the other kernels are to be checked still
         return [f"{op}: {type(error).__name__}: {str(error)[:300]}"]

@@ -29,8 +29,9 @@ ROOT = Path(__file__).parents[1]
 FROZEN = Path(__file__).parent / "assets" / "constants.json"
 
 DECIDE = [
-    *(f"xpmir_uform/{layer}" for layer in ("base", "data", "datasets", "model", "losses", "evaluation", "trainer")),
+    *(f"xpmir_uform/{layer}" for layer in ("data", "datasets", "model", "losses", "evaluation", "trainer")),
     "kernels/uform_kernels",
+    *(f"xpmir_uform/base/{name}.py" for name in ("configuration", "devices", "keyed_random")),
     "xpmir_uform/checkpoints/compatibility.py",
     *(f"xpmir_uform/learner/{name}.py" for name in ("freezing", "nonfinite", "optimizers", "redundant_settings")),
 ]
@@ -38,7 +39,6 @@ DECIDE = [
 
 SIZES = "how much is computed at once: rounding alone"
 REMAIN = {
-    "xpmir_uform.base.checked_files": "how files are read",
     "xpmir_uform.model.weights": "how files are read and written",
     "xpmir_uform.model.inference.batches": SIZES,
     "xpmir_uform.model.inference.scoring.CELLS": SIZES,

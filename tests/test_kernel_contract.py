@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import uform_kernels
 
-ROOT = Path(uform_kernels.__file__).parent
+ROOT = Path(uform_kernels.__file__).parent / "ops"
 OPS = sorted(folder.name for folder in ROOT.iterdir() if (folder / "__init__.py").exists())
 PUBLIC = {"pair_loss", "maxsim", "choice_loss"}
 
@@ -47,7 +47,7 @@ def test_every_operation_takes_a_back_end_and_documents_itself(op):
 def test_compile_cases_name_every_argument(op):
     """What the compile check reads: a label, a kernel, and each of its arguments either typed or constant."""
     pytest.importorskip("triton")
-    cases = importlib.import_module(f"uform_kernels.{op}.kernel").compile_cases()
+    cases = importlib.import_module(f"uform_kernels.ops.{op}.kernel").compile_cases()
     assert len({case[0] for case in cases}) == len(cases) > 0
     for label, kernel, signature, constants, options in cases:
         assert set(kernel.arg_names) == set(signature) | set(constants), label
@@ -73,7 +73,7 @@ choice_loss(torch.zeros(1, 256), bytes_, torch.tensor([0, 2]), torch.tensor([0.5
     )
 
 
-@pytest.mark.parametrize("module", ["uform_kernels", *(f"uform_kernels.{op}.kernel" for op in OPS)])
+@pytest.mark.parametrize("module", ["uform_kernels", *(f"uform_kernels.ops.{op}.kernel" for op in OPS)])
 def test_imports_nothing_above_torch(module):
     if module.endswith("kernel"):
         pytest.importorskip("triton")

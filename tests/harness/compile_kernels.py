@@ -66,7 +66,7 @@ def _arguments() -> argparse.Namespace:
 
 def _cases(op: str, target: str) -> list[Any]:
     """What the op's `compile_cases` lists; it may depend on the target."""
-    cases = importlib.import_module(f"uform_kernels.{op}.kernel").compile_cases
+    cases = importlib.import_module(f"uform_kernels.ops.{op}.kernel").compile_cases
     return cases(target) if inspect.signature(cases).parameters else cases()
 
 

@@ -66,7 +66,7 @@ MUTANTS = (
     Mutant("loader", "the sampler's deduplicate is ignored", TRAINER + "loader.py", "deduplicate=self.sampler.deduplicate)", "deduplicate=True)", (FIELDS,)),
     Mutant("loader", "augmentation is keyed by no step", TRAINER + "loader.py", "self.augmentation.decode(item, self.shapes, self.sampler.seed, number)", "self.augmentation.decode(item, self.shapes, self.sampler.seed, 0)", ("test_data_augmentation.py",)),
     Mutant("loader", "masks are keyed by no step", TRAINER + "loader.py", "segment = loss.ask(segment, item, self.sampler.seed, number)", "segment = loss.ask(segment, item, self.sampler.seed, 0)", ("test_loss_masked.py", "test_step_masked.py")),
-    Mutant("sampler", "every epoch has one order", DATA + "sampling.py", "draws.permutation(seed, draws.Purpose.ORDER, epoch, count)", "draws.permutation(seed, draws.Purpose.ORDER, 0, count)", ("test_data_sampling.py",)),
+    Mutant("sampler", "every epoch has one order", DATA + "sampling.py", "keyed_random.permutation(seed, keyed_random.Purpose.ORDER, epoch, count)", "keyed_random.permutation(seed, keyed_random.Purpose.ORDER, 0, count)", ("test_data_sampling.py",)),
     Mutant("sampler", "bags draw by no epoch", DATA + "sampling.py", "self.source.bag(index, self.seed, epoch)", "self.source.bag(index, self.seed, 0)", ("test_data_sampling.py",)),
     Mutant("sampler", "copies of a bag do not know each other", DATA + "sampling.py", "return replace(bag, key=index) if bag.key is None else bag", "return bag", ("test_data_sampling.py",)),
     Mutant("draws", "purposes share a stream", BASE + "keyed_random.py", "np.array([0, 0, step, purpose], dtype=np.uint64)", "np.array([0, 0, step, 0], dtype=np.uint64)", ("test_data_draws.py",)),
