@@ -25,7 +25,7 @@ pytest.importorskip("bm25s", reason="needs the extra 'demo-text'")
 from xpmir_uform import Modality, RelevanceScoring
 from xpmir_uform.data.problems import ChoiceSet, RetrievalSet
 from xpmir_uform.data.sampling import BagSource
-from xpmir_uform.datasets import multimodal, packages, splits
+from xpmir_uform.datasets import Judgements, multimodal, packages, splits
 from xpmir_uform.datasets.relevance import wrong_documents
 from xpmir_uform.datasets.splits import normalised
 
