@@ -12,13 +12,14 @@ from xpm_torch.configuration import FabricConfiguration
 from xpm_torch.schedulers import LinearWithWarmup
 
 import xpmir_uform as uform
+from xpmir_uform import datasets
 from xpmir_uform.base.configuration import validate
 from xpmir_uform.learner.upstream_settings import FOREIGN
 
-SOURCE = uform.EmojiCollection.C(
+SOURCE = datasets.EmojiCollection.C(
     sha256="0" * 64, emoji_version="2.16.0", openmoji_version="17.0.0", languages=["en", "fr", "de"]
 )
-PAIRS = uform.PackagePairs.C(sha256="0" * 64, path=Path("packages"))
+PAIRS = datasets.PackagePairs.C(sha256="0" * 64, path=Path("packages"))
 JUDGEMENTS = {"collection": PAIRS, "path": Path("judgements"), "sha256": "0" * 64}
 EMOJI = {
     "collection": SOURCE,
@@ -33,7 +34,7 @@ LEARNER = {
     "random": Random.C(),
     "model": uform.UFormEncoder.C(**MODEL),
     "trainer": uform.UFormTrainer.C(
-        sampler=uform.BagSampler.C(source=uform.EmojiBags.C(collection=SOURCE)), losses=[uform.ContrastiveLoss.C()]
+        sampler=uform.BagSampler.C(source=datasets.EmojiBags.C(collection=SOURCE)), losses=[uform.ContrastiveLoss.C()]
     ),
     "max_epochs": 2,
     "steps_per_epoch": 5,
@@ -43,7 +44,7 @@ LEARNER = {
 }
 
 GIVEN = {
-    "BagSampler": {"source": uform.EmojiBags.C(collection=SOURCE)},
+    "BagSampler": {"source": datasets.EmojiBags.C(collection=SOURCE)},
     "Checkpoint": {"path": Path("job"), "sha256": "0" * 64},
     "ChoicesEvaluation": {"model": uform.UFormEncoder.C(**MODEL), "problems": {}},
     "CosineSchedule": {"learning_rate": 1e-3},
@@ -56,12 +57,12 @@ GIVEN = {
     "VideoShape": {"patch_side": 8, "tube_frames": 2, "max_side": 32, "max_frames": 4},
     "AudioShape": {"chunk_samples": 400, "sample_rate": 16_000, "max_seconds": 1.0},
     "LexicalEvaluation": {"retrievals": {}},
-    "MultimodalBags": {"emoji": uform.MultimodalEmoji.C(**EMOJI)},
+    "MultimodalBags": {"emoji": datasets.MultimodalEmoji.C(**EMOJI)},
     "MultimodalEmoji": EMOJI,
-    "MultimodalRetrieval": {"emoji": uform.MultimodalEmoji.C(**EMOJI), "queries": "text", "documents": "image"},
+    "MultimodalRetrieval": {"emoji": datasets.MultimodalEmoji.C(**EMOJI), "queries": "text", "documents": "image"},
     "PackagePairs": {"sha256": "0" * 64, "path": Path("packages")},
     "PairRetrieval": {"collection": PAIRS},
-    "RelevanceBags": {"judgements": uform.Judgements.C(**JUDGEMENTS)},
+    "RelevanceBags": {"judgements": datasets.Judgements.C(**JUDGEMENTS)},
     "RelevanceChoices": {"collection": PAIRS},
     "PairBags": {"collection": PAIRS},
     "EmojiPairs": {"collection": SOURCE},
@@ -70,11 +71,11 @@ GIVEN = {
     "RelevanceScoring": {"model": uform.UFormEncoder.C(**MODEL), "collection": PAIRS},
     "RetrievalEvaluation": {"model": uform.UFormEncoder.C(**MODEL), "retrievals": {}},
     "RetrievalValidation": {
-        "id": "v", "retrieval": uform.EmojiRetrieval.C(collection=SOURCE, direction="text-text")
+        "id": "v", "retrieval": datasets.EmojiRetrieval.C(collection=SOURCE, direction="text-text")
     },
     "UFormEncoder": MODEL,
     "UFormLearner": LEARNER,
-    "UFormTrainer": {"sampler": uform.BagSampler.C(source=uform.EmojiBags.C(collection=SOURCE)),
+    "UFormTrainer": {"sampler": uform.BagSampler.C(source=datasets.EmojiBags.C(collection=SOURCE)),
                      "losses": [uform.ContrastiveLoss.C()]},
     "RegexParameterFilter": {"includes": ["a"]},
     "GradientClippingHook": {"max_norm": 1.0},
@@ -117,9 +118,14 @@ FREE = {
 """Fields that take every value of their type, and why"""
 
 
+ABSTRACT = {"AdditiveLoss", "JointLoss"}
+"""Exported to be subclassed"""
+
+
 def public():
-    named = {name: getattr(uform, name) for name in dir(uform)}
-    ours = {name: cls for name, cls in named.items() if inspect.isclass(cls) and issubclass(cls, Config)}
+    named = {name: getattr(package, name) for package in (uform, datasets) for name in package.__all__}
+    configs = {name: cls for name, cls in named.items() if inspect.isclass(cls) and issubclass(cls, Config)}
+    ours = {name: cls for name, cls in configs.items() if name not in ABSTRACT}
     return {**ours, **{cls.__name__: cls for cls in FOREIGN}}
 
 

@@ -33,9 +33,9 @@ def backend(request):
 def small_tiles(monkeypatch):
     """Tiles, chunks and tables so small that few items make many of them."""
     for name, values in {
-        "levels": {"EDGE_CHUNK": 5},
-        "rows": {"RANKED_CELLS": 60, "HELD_CELLS": 300, "LEAST_ROWS": 3},
-        "ranking": {"TABLE_FROM": 2, "TABLE_SHARE": math.inf},
+        "matryoshka": {"EDGE_CHUNK": 5},
+        "row_sums": {"RANKED_CELLS": 60, "HELD_CELLS": 300, "LEAST_ROWS": 3},
+        "ranked_form": {"TABLE_FROM": 2, "TABLE_SHARE": math.inf},
     }.items():
         for constant, value in values.items():
             monkeypatch.setattr(importlib.import_module(f"uform_kernels.ops.pair_loss.{name}"), constant, value)

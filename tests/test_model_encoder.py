@@ -193,7 +193,7 @@ def test_bfloat16_autocast_stays_close():
 def test_the_plain_modules_need_no_framework():
     script = (
         "import sys\n"
-        "from xpmir_uform.model import attention, encoder, initialisation, packing, pooling, rotary\n"
+        "from xpmir_uform.model import attention, encoder, head_modules, initialisation, packing, rotary\n"
         "loaded = {'experimaestro', 'xpm_torch', 'lightning'} & set(sys.modules)\n"
         "assert not loaded, loaded\n"
     )
