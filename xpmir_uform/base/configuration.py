@@ -1,4 +1,4 @@
-"""Fields of configurations."""
+"""Fields of configurations, and their validation before submission."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator

@@ -56,8 +56,8 @@ def export(path: Path, folder: Path, step: int | None, best: bool, trust: list[s
     """Writes the model of a checkpoint."""
     from xpmir_uform.export.pretrained import export_checkpoint
 
-    format = export_checkpoint(path, folder, step, best, trust)
-    say(f"The model of {format} is in {folder}: load_model({str(folder)!r})")
+    checkpoint = export_checkpoint(path, folder, step, best, trust)
+    say(f"The model of {checkpoint} is in {folder}: load_model({str(folder)!r})")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Retrieval sets: queries, documents and which are relevant.
+"""What a model is evaluated on: queries, documents and which are relevant; items whose right choice is known.
 
 Letters: Q queries, D documents.
 """

@@ -1,4 +1,4 @@
-"""Pooling: one embedding of each item, from the encoder's final-norm states.
+"""The modules of heads: one embedding of each item, and its token vectors, from the encoder's final-norm states.
 
 Letters: N items, T tokens, H hidden, W width of an embedding, G temperature groups.
 """

@@ -1,4 +1,4 @@
-"""Running a model over a collection, and putting what it answers in the order of what was asked.
+"""Running a model over a collection under a budget of tokens; its outputs are in the order of the items.
 
 Letters: N items, n items or rows of a batch, T token vectors of all items, W width of a token vector, C choices of all
 items.
